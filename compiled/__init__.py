@@ -1,0 +1,1 @@
+"""Tier 2, compiled: the operators of the reference through torch.compile, no hand-written kernel."""

@@ -1,0 +1,536 @@
+"""The model, described: a tree of frozen dataclasses read from config.json by a strict parser.
+
+A key that nothing consumes is an error that names the nearest known one. Layers that differ from the rest are written
+as overrides: `"layers": {"0-1": {"mixer": {"pattern": {"kind": "dense"}}}, "7": {"gate": null}}`.
+docs/config.md shows every field with its default.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from tiers.reference.errors import ConfigError
+from tiers.reference.heads import head_map
+
+MODEL_TYPE = "tiers"
+ARCHITECTURE = "TiersForCausalLM"
+
+# Keys of config.json that transformers and vLLM read; they describe the folder, not the mathematics.
+HF_KEYS = frozenset(
+    {
+        "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path",
+        "bos_token_id", "eos_token_id", "pad_token_id",
+    }
+)  # fmt: skip
+
+
+def _positive(**values: int | float | None) -> None:
+    for name, value in values.items():
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name} is {value}; expected a number above 0")
+
+
+def _not_negative(**values: int | float | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 0:
+            raise ConfigError(f"{name} is {value}; expected 0 or more")
+
+
+# ---- attention patterns: which keys a query keeps -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Every key up to the query's own position."""
+
+    kind: ClassVar[str] = "dense"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The last `window` keys (the query's own included) and the first `sink` keys."""
+
+    kind: ClassVar[str] = "window"
+    window: int
+    sink: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(window=self.window)
+        _not_negative(sink=self.sink)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The sink and window keys, and of the others those whose score is at least the k-th largest among them.
+
+    `share` says at which level keys are chosen: "head", each query head for itself; "group", once per key/value head,
+    by the largest score over its query heads.
+    """
+
+    kind: ClassVar[str] = "topk"
+    k: int
+    sink: int = 0
+    window: int = 0
+    share: Literal["head", "group"] = "head"
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"k is {self.k}; expected an integer of 1 or more (keys kept besides sink and window)")
+        _not_negative(sink=self.sink, window=self.window)
+
+
+# ---- positions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Positions divided by `factor`."""
+
+    kind: ClassVar[str] = "linear"
+    factor: float
+
+    def __post_init__(self) -> None:
+        _positive(factor=self.factor)
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """NTK scaling with the base for the whole of max_position_embeddings, the same at every step (see ops/rope.py)."""
+
+    kind: ClassVar[str] = "dynamic"
+    factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        _positive(factor=self.factor, original_max_position_embeddings=self.original_max_position_embeddings)
+
+
+@dataclass(frozen=True)
+class Yarn:
+    kind: ClassVar[str] = "yarn"
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _positive(factor=self.factor, original_max_position_embeddings=self.original_max_position_embeddings)
+        _positive(beta_fast=self.beta_fast, beta_slow=self.beta_slow, attention_factor=self.attention_factor)
+
+
+@dataclass(frozen=True)
+class Llama3:
+    kind: ClassVar[str] = "llama3"
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        _positive(factor=self.factor, original_max_position_embeddings=self.original_max_position_embeddings)
+        _positive(low_freq_factor=self.low_freq_factor, high_freq_factor=self.high_freq_factor)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions. `style` is how channels pair up: "half" (i with i + d/2) or "interleaved" (2i with 2i + 1)."""
+
+    kind: ClassVar[str] = "rope"
+    theta: float = 10000.0
+    style: Literal["half", "interleaved"] = "half"
+    partial_rotary_factor: float = 1.0
+    scaling: Linear | Dynamic | Yarn | Llama3 | None = None
+
+    def __post_init__(self) -> None:
+        _positive(theta=self.theta)
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ConfigError(f"partial_rotary_factor is {self.partial_rotary_factor}; expected a number in (0, 1]")
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Channels of each head that turn; the rest pass through untouched."""
+        return int(head_dim * self.partial_rotary_factor)
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """A linear penalty on distance. Without `slopes`, the published ones for the number of query heads."""
+
+    kind: ClassVar[str] = "alibi"
+    slopes: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class NoPosition:
+    kind: ClassVar[str] = "none"
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Norm:
+    """`rms` has a scale only; `layer` subtracts the mean and has a bias unless `bias` is false."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-5
+    bias: bool | None = None
+
+    def __post_init__(self) -> None:
+        _positive(eps=self.eps)
+        if self.kind == "rms" and self.bias:
+            raise ConfigError("bias is true; expected false or no key, since kind rms has no bias")
+
+    @property
+    def has_bias(self) -> bool:
+        return self.kind == "layer" and self.bias is not False
+
+
+@dataclass(frozen=True)
+class Attention:
+    kind: ClassVar[str] = "attention"
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_map: Literal["contiguous", "interleaved"] | tuple[int, ...] = "contiguous"
+    pattern: Dense | Window | TopK = Dense()
+    position: Rope | Alibi | NoPosition = Rope()
+    scale: float | None = None
+    softcap: float | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        _positive(scale=self.scale, softcap=self.softcap)
+        self.heads  # noqa: B018  raises if heads, key/value heads and map do not fit
+        if isinstance(self.position, Rope):
+            rotary = self.position.rotary_dim(self.head_dim)
+            if rotary % 2 or not rotary:
+                raise ConfigError(
+                    f"position.partial_rotary_factor {self.position.partial_rotary_factor} of head_dim {self.head_dim} "
+                    f"is {rotary} channels; expected an even number above 0, since channels turn in pairs"
+                )
+        if isinstance(self.position, Alibi) and self.position.slopes is not None:
+            found = len(self.position.slopes)
+            if found != self.num_heads:
+                raise ConfigError(f"position.slopes has {found} entries; expected num_heads = {self.num_heads}")
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The key/value head of each query head."""
+        return head_map(self.head_map, self.num_heads, self.num_kv_heads)
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.scale if self.scale is not None else self.head_dim**-0.5
+
+
+@dataclass(frozen=True)
+class Swiglu:
+    """down(silu(gate x) * up x)."""
+
+    kind: ClassVar[str] = "swiglu"
+    intermediate_size: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(intermediate_size=self.intermediate_size)
+
+
+@dataclass(frozen=True)
+class Gelu:
+    """down(gelu(up x)); `approximate` as in torch.nn.functional.gelu."""
+
+    kind: ClassVar[str] = "gelu"
+    intermediate_size: int
+    bias: bool = False
+    approximate: Literal["none", "tanh"] = "none"
+
+    def __post_init__(self) -> None:
+        _positive(intermediate_size=self.intermediate_size)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A knowledge gate after the ffn; see ops/knowledge_gate.py for the formulas.
+
+    `source` "token": a table row per token id. "bank": attention over `slots` learned key/value pairs.
+    """
+
+    mode: Literal["linear", "sigmoid", "mix"]
+    source: Literal["token", "bank"]
+    slots: int | None = None
+    scale: float | None = None
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        _positive(slots=self.slots, scale=self.scale)
+        if self.source == "bank" and self.slots is None:
+            raise ConfigError("slots is missing; source bank needs the number of slots in the bank")
+        if self.source == "token":
+            for name in ("slots", "scale"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} is set, but source token has no bank; remove the key or use source bank")
+
+
+@dataclass(frozen=True)
+class Layer:
+    mixer: Attention
+    ffn: Swiglu | Gelu
+    gate: Gate | None = None
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The operators of this layer that a tier is chosen for."""
+        return ("attention", "gate") if self.gate else ("attention",)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder: embedding, layers, norm, head. `docs/config.md` lists every field."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+    layers: tuple[Layer, ...]
+    norm: Norm = Norm()
+    embedding_norm: bool = False
+    residual: Literal["sequential", "parallel"] = "sequential"
+    tie_word_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive(vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers)
+        _positive(max_position_embeddings=self.max_position_embeddings)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
+        """Read the model from the contents of a config.json.
+
+        Args:
+            raw: the parsed JSON object. `mixer`, `ffn` and `gate` describe every layer; `layers` overrides some.
+            source: what to call it in messages.
+
+        Raises:
+            ConfigError: names the field, what was found, what was expected.
+        """
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"{source}: found {_shown(raw)} at the top; expected a JSON object")
+        found_type = raw.get("model_type", MODEL_TYPE)
+        if found_type != MODEL_TYPE:
+            raise ConfigError(
+                f"{source}: model_type is {_shown(found_type)}; expected {MODEL_TYPE!r}. Only folders in the format of "
+                "this project can be read so far; docs/config.md describes it"
+            )
+        if "quantization_config" in raw:
+            raise ConfigError(
+                f"{source}: quantization_config is set; quantised checkpoints are not supported yet. "
+                "Export the weights in float32, float16 or bfloat16 and remove the key"
+            )
+        per_layer = {"mixer", "ffn", "gate", "layers"}
+        top = {key: value for key, value in raw.items() if key not in HF_KEYS | per_layer}
+        fields = [f.name for f in dataclasses.fields(cls) if f.name != "layers"]
+        _reject_unknown(top, [*fields, *per_layer, *HF_KEYS], source, ignored="layers")
+        number = raw.get("num_hidden_layers")
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ConfigError(f"{source}: num_hidden_layers is {_shown(number)}; expected an integer of 1 or more")
+        layers = _parse_layers(raw, number, source)
+        return _build(cls, {**top, "layers": layers}, source, ready={"layers"})
+
+    @classmethod
+    def from_json(cls, path: Path) -> "ModelConfig":
+        """Read `config.json`, or the folder that holds it."""
+        return cls.from_dict(read_json(path / "config.json" if path.is_dir() else path), "config.json")
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file, or say in one sentence why not."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; expected a model folder with {path.name}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def parse_layer_range(text: str, num_layers: int) -> range:
+    """ "7" or "0-3" as the range of layers it names, both ends included.
+
+    Raises:
+        ConfigError: not of that form, or beyond the last layer.
+    """
+    first, dash, last = text.partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()):
+        raise ConfigError(f"layer range {text!r} is not of the form 7 or 0-3")
+    start, stop = int(first), int(last) if dash else int(first)
+    if start > stop:
+        raise ConfigError(f"layer range {text!r} ends before it starts")
+    if stop >= num_layers:
+        raise ConfigError(
+            f"layer range {text!r} goes beyond the last layer; the model has layers 0 to {num_layers - 1}"
+        )
+    return range(start, stop + 1)
+
+
+def _parse_layers(raw: Mapping[str, Any], number: int, source: str) -> tuple[Layer, ...]:
+    base = {key: raw[key] for key in ("mixer", "ffn", "gate") if key in raw}
+    overrides = raw.get("layers", {})
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f'{source}: layers is {_shown(overrides)}; expected an object such as {{"0-3": {{...}}}}')
+    base_layer = _build(Layer, base, source)
+    merged: list[Any] = [base] * number
+    touched: list[str] = [""] * number
+    for key, override in overrides.items():
+        where = f"{source}: layers[{key!r}]"
+        if not isinstance(override, Mapping):
+            raise ConfigError(f"{where} is {_shown(override)}; expected an object with mixer, ffn or gate")
+        _reject_unknown(override, [f.name for f in dataclasses.fields(Layer)], where)
+        try:
+            layers = parse_layer_range(key, number)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: layers: {error}") from None
+        for i in layers:
+            merged[i] = _merge(merged[i], override)
+            touched[i] = where
+    return tuple(_build(Layer, merged[i], touched[i]) if touched[i] else base_layer for i in range(number))
+
+
+def _merge(base: Any, override: Any) -> Any:
+    """Override key by key; an object of another `kind` replaces the base object whole, since it has other fields."""
+    if not isinstance(base, Mapping) or not isinstance(override, Mapping):
+        return override
+    if "kind" in override and override["kind"] != base.get("kind"):
+        return override
+    return {**base, **{key: _merge(base.get(key), value) for key, value in override.items()}}
+
+
+def _build(cls: type, data: Any, where: str, ready: frozenset[str] | set[str] = frozenset()) -> Any:
+    """Make a dataclass from JSON: every key known, every type right, every required key there."""
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where} is {_shown(data)}; expected an object")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    kind = getattr(cls, "kind", None) if "kind" not in fields else None
+    given = {key: value for key, value in data.items() if not (kind is not None and key == "kind")}
+    _reject_unknown(given, list(fields), f"{where} of kind {kind}" if kind else where)
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for name, field in fields.items():
+        if name in ready:
+            values[name] = given[name]
+        elif name in given:
+            values[name] = _convert(given[name], hints[name], _join(where, name))
+        elif field.default is dataclasses.MISSING:
+            raise ConfigError(f"{_join(where, name)} is missing; {cls.__name__} needs it ({_type_name(hints[name])})")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        classes = [option for option in options if dataclasses.is_dataclass(option)]
+        if classes:
+            return _convert_kind(value, classes, where)
+        for option in options:
+            try:
+                return _convert(value, option, where)
+            except ConfigError:
+                continue
+        raise ConfigError(f"{where} is {_shown(value)}; expected {_type_name(hint)}")
+    if dataclasses.is_dataclass(hint):
+        return (
+            _convert_kind(value, [hint], where)
+            if hasattr(hint, "kind")
+            else _build(typing.cast(type, hint), value, where)
+        )
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        if value not in typing.get_args(hint) or isinstance(value, bool):
+            raise ConfigError(
+                f"{where} is {_shown(value)}; expected {_type_name(hint)}{_nearest(value, typing.get_args(hint))}"
+            )
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where} is {_shown(value)}; expected {_type_name(hint)}")
+        return tuple(_convert(item, typing.get_args(hint)[0], f"{where}[{i}]") for i, item in enumerate(value))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is float and is_number and math.isfinite(value):
+        return float(value)
+    if hint in (int, bool, str) and type(value) is hint:
+        return value
+    raise ConfigError(f"{where} is {_shown(value)}; expected {_type_name(hint)}")
+
+
+def _convert_kind(value: Any, classes: list[Any], where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} is {_shown(value)}; expected an object{_kinds(classes)}")
+    kinded = {cls.kind: cls for cls in classes if isinstance(getattr(cls, "kind", None), str)}
+    if not kinded or "kind" in {f.name for f in dataclasses.fields(classes[0])}:
+        return _build(classes[0], value, where)
+    kind = value.get("kind", classes[0].kind if len(kinded) == 1 else None)
+    if not isinstance(kind, str) or kind not in kinded:
+        raise ConfigError(
+            f"{where}.kind is {_shown(kind)}; expected one of {', '.join(kinded)}{_nearest(kind, kinded)}"
+        )
+    return _build(kinded[kind], value, where)
+
+
+def _kinds(classes: list[Any]) -> str:
+    names = [cls.kind for cls in classes if isinstance(getattr(cls, "kind", None), str)]
+    return f" with kind {', '.join(names)}" if names else ""
+
+
+def _reject_unknown(data: Mapping[str, Any], known: list[str], where: str, ignored: str = "") -> None:
+    for key in data:
+        if key not in known or key == ignored:
+            suggestion = _nearest(key, known) or f"; known keys: {', '.join(known) or 'none but kind'}"
+            raise ConfigError(f"{where}: unknown key {key!r}{suggestion}")
+
+
+def _nearest(found: Any, known: typing.Iterable[Any]) -> str:
+    close = difflib.get_close_matches(str(found), [str(k) for k in known], n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}: {name}" if where.endswith((".json", "]")) else f"{where}.{name}"
+
+
+def _shown(value: Any) -> str:
+    text = "missing" if value is None else json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _type_name(hint: Any) -> str:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(_type_name(option) for option in typing.get_args(hint))
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return " or ".join(json.dumps(option) for option in typing.get_args(hint))
+    if origin is tuple:
+        return {int: "a list of integers", float: "a list of numbers"}[typing.get_args(hint)[0]]
+    if dataclasses.is_dataclass(hint):
+        return f"an object ({typing.cast(type, hint).__name__})"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}.get(
+        hint, str(hint)
+    )

@@ -1,0 +1,209 @@
+"""The whole model, top to bottom, as one would write it on paper.
+
+Legend: T tokens of one sequence, S tokens so far (earlier ones in the cache), M model width, H query heads, KV
+key/value heads, D head size, V vocabulary.
+
+The parameter names here are the names of a checkpoint: `state_dict()` is the list that weight loading is checked against.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from tiers.reference import config as c
+from tiers.reference.ops import ffn, norm
+from tiers.reference.ops.alibi import alibi_slopes
+from tiers.reference.ops.attention import attention
+from tiers.reference.ops.knowledge_bank import knowledge_bank
+from tiers.reference.ops.knowledge_gate import knowledge_gate
+from tiers.reference.ops.rope import rope, rope_table
+
+
+@dataclass
+class Cache:
+    """Keys and values of the tokens seen so far, per layer: [S, KV, D] each."""
+
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return self.keys[0].shape[0] if self.keys else 0
+
+    def append(self, layer: int, key_TKD: Tensor, value_TKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the tokens of one step; returns all keys and values of the layer."""
+        if layer in self.keys:
+            key_TKD = torch.cat((self.keys[layer], key_TKD))
+            value_TKD = torch.cat((self.values[layer], value_TKD))
+        self.keys[layer], self.values[layer] = key_TKD, value_TKD
+        return key_TKD, value_TKD
+
+
+class Norm(nn.Module):
+    def __init__(self, config: c.Norm, width: int) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if config.has_bias else None
+
+    def forward(self, x_TM: Tensor) -> Tensor:
+        if self.config.kind == "rms":
+            return norm.rms_norm(x_TM, self.weight, self.config.eps)
+        return norm.layer_norm(x_TM, self.weight, self.bias, self.config.eps)
+
+
+class Attention(nn.Module):
+    slopes_H: Tensor | None
+    table_PR: Tensor
+
+    def __init__(self, config: c.Attention, model: c.ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        width, size = model.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(width, config.num_heads * size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * size, width, bias=config.o_bias)
+        per_head = c.Norm("rms", model.norm.eps)
+        self.q_norm = Norm(per_head, size) if config.qk_norm else None
+        self.k_norm = Norm(per_head, size) if config.qk_norm else None
+        self.head_map = None if config.head_map == "contiguous" else config.heads
+        # Derived from the config, so no part of a checkpoint; on the CPU, since a meta model still knows its config.
+        with torch.device("cpu"):
+            if isinstance(config.position, c.Rope):
+                table = rope_table(config.position, size, model.max_position_embeddings)
+                self.register_buffer("table_PR", table, persistent=False)
+            self.register_buffer("slopes_H", slopes(config), persistent=False)
+
+    def forward(self, x_TM: Tensor, positions_T: Tensor, cache: Cache) -> Tensor:
+        size = self.config.head_dim
+        query = self.q_proj(x_TM).unflatten(-1, (-1, size))
+        key = self.k_proj(x_TM).unflatten(-1, (-1, size))
+        value = self.v_proj(x_TM).unflatten(-1, (-1, size))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if isinstance(self.config.position, c.Rope):
+            query = rope(query, positions_T, self.table_PR, self.config.position.style)
+            key = rope(key, positions_T, self.table_PR, self.config.position.style)
+        key, value = cache.append(self.layer, key, value)
+        out_THD = attention(
+            query, key, value,
+            scale=self.config.softmax_scale, pattern=self.config.pattern, head_map=self.head_map,
+            slopes_H=self.slopes_H, softcap=self.config.softcap,
+        )  # fmt: skip
+        return self.o_proj(out_THD.flatten(1))
+
+
+def slopes(config: c.Attention) -> Tensor | None:
+    """[H] ALiBi slopes of an attention layer in float32, or None where positions are not ALiBi."""
+    if not isinstance(config.position, c.Alibi):
+        return None
+    if config.position.slopes is None:
+        return alibi_slopes(config.num_heads)
+    return torch.tensor(config.position.slopes, dtype=torch.float32)
+
+
+class Ffn(nn.Module):
+    def __init__(self, config: c.Swiglu | c.Gelu, width: int) -> None:
+        super().__init__()
+        self.config = config
+        inner = config.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=config.bias) if isinstance(config, c.Swiglu) else None
+        self.up_proj = nn.Linear(width, inner, bias=config.bias)
+        self.down_proj = nn.Linear(inner, width, bias=config.bias)
+
+    def forward(self, x_TM: Tensor) -> Tensor:
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if gate is not None:
+            return ffn.swiglu(x_TM, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
+        assert isinstance(self.config, c.Gelu)
+        return ffn.gelu(x_TM, up.weight, down.weight, up.bias, down.bias, self.config.approximate)
+
+
+class Gate(nn.Module):
+    def __init__(self, config: c.Gate, model: c.ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = model.hidden_size
+        self.proj = nn.Linear(2 * width, width, bias=config.bias)
+        if config.source == "token":
+            self.table = nn.Embedding(model.vocab_size, width)
+        else:
+            self.scale = config.scale if config.scale is not None else width**-0.5
+            self.bank_keys = nn.Parameter(torch.randn(config.slots or 0, width))
+            self.bank_values = nn.Parameter(torch.randn(config.slots or 0, width))
+
+    def forward(self, hidden_TM: Tensor, ids_T: Tensor) -> Tensor:
+        if self.config.source == "token":
+            knowledge_TM = self.table(ids_T)
+        else:
+            knowledge_TM = knowledge_bank(hidden_TM, self.bank_keys, self.bank_values, self.scale)
+        return knowledge_gate(hidden_TM, knowledge_TM, self.proj.weight, self.proj.bias, self.config.mode)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: c.Layer, model: c.ModelConfig, index: int) -> None:
+        super().__init__()
+        self.parallel = model.residual == "parallel"
+        self.multiplier = model.residual_multiplier
+        self.mixer_norm = Norm(model.norm, model.hidden_size)
+        self.mixer = Attention(config.mixer, model, index)
+        self.ffn_norm = Norm(model.norm, model.hidden_size)
+        self.ffn = Ffn(config.ffn, model.hidden_size)
+        self.gate = Gate(config.gate, model) if config.gate else None
+
+    def forward(self, h_TM: Tensor, positions_T: Tensor, ids_T: Tensor, cache: Cache) -> Tensor:
+        mixed_TM = self.mixer(self.mixer_norm(h_TM), positions_T, cache) * self.multiplier
+        if self.parallel:
+            h_TM = h_TM + mixed_TM + self.ffn(self.ffn_norm(h_TM)) * self.multiplier
+        else:
+            h_TM = h_TM + mixed_TM
+            h_TM = h_TM + self.ffn(self.ffn_norm(h_TM)) * self.multiplier
+        return self.gate(h_TM, ids_T) if self.gate is not None else h_TM
+
+
+class ReferenceModel(nn.Module):
+    """A decoder for one sequence at a time.
+
+    Args:
+        config: what to build. Parameters start at torch's defaults; `tiers.reference.load.load_model` fills them.
+    """
+
+    def __init__(self, config: c.ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_norm = Norm(config.norm, config.hidden_size) if config.embedding_norm else None
+        self.layers = nn.ModuleList(Layer(layer, config, i) for i, layer in enumerate(config.layers))
+        self.norm = Norm(config.norm, config.hidden_size)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, ids_T: Tensor, cache: Cache | None = None) -> Tensor:
+        """Run the next T tokens of a sequence.
+
+        Args:
+            ids_T: [T] token ids.
+            cache: what came before; a new one for a whole sequence. Updated in place.
+
+        Returns:
+            [T, V] logits.
+        """
+        cache = Cache() if cache is None else cache
+        positions_T = torch.arange(cache.length, cache.length + len(ids_T), device=ids_T.device)
+        h_TM = self.embed_tokens(ids_T) * self.config.embedding_multiplier
+        if self.embed_norm is not None:
+            h_TM = self.embed_norm(h_TM)
+        for layer in self.layers:
+            h_TM = layer(h_TM, positions_T, ids_T, cache)
+        head = self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        return nn.functional.linear(self.norm(h_TM), head) * self.config.logits_multiplier
+
+
+def parameter_shapes(config: c.ModelConfig) -> Mapping[str, torch.Size]:
+    """Name and shape of every tensor that a checkpoint of this model holds; allocates nothing."""
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in ReferenceModel(config).state_dict().items()}

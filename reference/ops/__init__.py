@@ -1,0 +1,1 @@
+"""One operator per file, pure functions. The file name is the operator's name in every tier."""

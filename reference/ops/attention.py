@@ -1,0 +1,172 @@
+"""Causal attention over the keys that a pattern keeps.
+
+Legend: T query tokens, S key tokens (S >= T), H query heads, KV key/value heads, G query heads per key/value head,
+D head size. Query t sits at position i = S - T + t, key j at position j.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from tiers.reference.config import Dense, TopK, Window
+
+Pattern = Dense | Window | TopK
+
+# Scores held at once, in elements: 64 MiB in float32. Longer prompts are done in blocks of queries, whose rows are
+# independent of each other.
+MAX_SCORES = 2**24
+
+
+def attention(
+    query_THD: Tensor,
+    key_SKD: Tensor,
+    value_SKD: Tensor,
+    *,
+    scale: float,
+    pattern: Pattern,
+    head_map: Sequence[int] | None = None,
+    slopes_H: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attend from the last T of S tokens to all tokens up to their own, as far as the pattern keeps them.
+
+    s(h,i,j) = softcap(scale * q_i . k_j) - slope_h * (i - j) for j <= i, in float32 (float64 for float64 input);
+    softcap(x) = c * tanh(x / c). Of these scores the pattern keeps some (see `kept`), and
+    out(h,i) = sum_j softmax_j(s(h,i,j) over kept j) * v_j, rounded once to the dtype of the query.
+
+    Args:
+        query_THD: [T, H, D].
+        key_SKD: [S, KV, D], same dtype.
+        value_SKD: [S, KV, D], same dtype.
+        scale: multiplies q . k; usually D ** -0.5.
+        pattern: which keys are kept.
+        head_map: the key/value head of each query head; None for contiguous groups of H / KV heads.
+        slopes_H: [H] ALiBi slopes, positive, float32.
+        softcap: c above; None for none.
+
+    Returns:
+        [T, H, D] in the dtype of the query.
+
+    Raises:
+        ValueError: shapes disagree; names the argument, what was expected and what came.
+
+    Source: Vaswani et al. 2017 (1706.03762) section 3.2.1; ALiBi: Press et al. 2022 (2108.12409) section 3. The order
+    "cap, then bias" is vLLM's; the top-k rule with all ties kept is ours (docs/ops/attention.md).
+    """
+    _check(query_THD, key_SKD, value_SKD, head_map, slopes_H)
+    if head_map is not None:
+        # One key/value head per query head: any map becomes H groups of one.
+        index_H = torch.tensor(head_map, device=key_SKD.device)
+        key_SKD, value_SKD = key_SKD[:, index_H], value_SKD[:, index_H]
+    else:
+        index_H = None
+    tokens, heads, _ = query_THD.shape
+    length = key_SKD.shape[0]
+    block = max(1, MAX_SCORES // (heads * length))
+    if tokens <= block:
+        return _attend(query_THD, key_SKD, value_SKD, length - tokens, scale, pattern, index_H, slopes_H, softcap)
+    outs = []
+    for start in range(0, tokens, block):
+        part_THD = query_THD[start : start + block]
+        first = length - tokens + start
+        end = first + len(part_THD)
+        outs.append(
+            _attend(part_THD, key_SKD[:end], value_SKD[:end], first, scale, pattern, index_H, slopes_H, softcap)
+        )
+    return torch.cat(outs)
+
+
+def _attend(
+    query_THD: Tensor,
+    key_SKD: Tensor,
+    value_SKD: Tensor,
+    first: int,
+    scale: float,
+    pattern: Pattern,
+    index_H: Tensor | None,
+    slopes_H: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """`attention` for queries at positions first, first + 1, ..., S - 1. Scores are [KV, G, T, S] throughout."""
+    exact = torch.float64 if query_THD.dtype == torch.float64 else torch.float32
+    kv_heads = key_SKD.shape[1]
+    query = rearrange(query_THD.to(exact), "t (kv g) d -> kv (g t) d", kv=kv_heads)
+    key = rearrange(key_SKD.to(exact), "s kv d -> kv d s")
+    value = rearrange(value_SKD.to(exact), "s kv d -> kv s d")
+
+    scores = rearrange((query @ key) * scale, "kv (g t) s -> kv g t s", t=query_THD.shape[0])
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    positions = torch.arange(key_SKD.shape[0], device=key.device)
+    distance_TS = positions[first:, None] - positions
+    if slopes_H is not None:
+        slopes = rearrange(slopes_H.to(exact), "(kv g) -> kv g 1 1", kv=kv_heads)
+        scores = scores - slopes * distance_TS
+    scores = scores.masked_fill(~kept(scores, distance_TS, pattern, index_H), float("-inf"))
+    probabilities = rearrange(scores.softmax(dim=-1), "kv g t s -> kv (g t) s")
+    out = rearrange(probabilities @ value, "kv (g t) d -> t (kv g) d", t=query_THD.shape[0])
+    return out.to(query_THD.dtype)
+
+
+def kept(scores_KGTS: Tensor, distance_TS: Tensor, pattern: Pattern, index_H: Tensor | None = None) -> Tensor:
+    """Which keys each query keeps.
+
+    dense keeps all j <= i. window keeps j > i - window and j < sink. topk keeps those of window and sink, and of the
+    others (the candidates) all whose score is not below the k-th largest among them: ties at that threshold are all
+    kept, so the order in which keys are visited does not matter, and a row with at most k candidates keeps them all.
+
+    Args:
+        scores_KGTS: [KV, G, T, S] scores with every bias in.
+        distance_TS: [T, S] i - j; negative for keys after the query.
+        pattern: see above.
+        index_H: [H] the key/value head of each query head when KV = H stand for the heads of a map; for share "group".
+
+    Returns:
+        bool, broadcastable to [KV, G, T, S]. No row is empty.
+    """
+    causal = distance_TS >= 0
+    if isinstance(pattern, Dense):
+        return causal
+    key_positions = torch.arange(distance_TS.shape[1], device=distance_TS.device)
+    always = causal & ((distance_TS < pattern.window) | (key_positions < pattern.sink))
+    if isinstance(pattern, Window):
+        return always
+    candidates = causal & ~always
+    if distance_TS.shape[1] <= pattern.k:
+        return causal
+    ranked = scores_KGTS.detach()
+    if pattern.share == "group":
+        ranked = ranked.amax(dim=1, keepdim=True) if index_H is None else _group_max(ranked, index_H)
+    ranked = ranked.masked_fill(~candidates, float("-inf"))
+    threshold = ranked.topk(pattern.k, dim=-1).values[..., -1:]
+    # "Not below" rather than "at least": a NaN score stays in, so that it shows in the output instead of vanishing.
+    return always | (candidates & ~(ranked < threshold))
+
+
+def _group_max(scores_H1TS: Tensor, index_H: Tensor) -> Tensor:
+    """The largest score over the query heads that read the same key/value head, for each query head."""
+    groups = int(index_H.max()) + 1
+    best = scores_H1TS.new_full((groups, *scores_H1TS.shape[1:]), float("-inf"))
+    best.index_reduce_(0, index_H, scores_H1TS, "amax")
+    return best[index_H]
+
+
+def _check(
+    query_THD: Tensor, key_SKD: Tensor, value_SKD: Tensor, head_map: Sequence[int] | None, slopes_H: Tensor | None
+) -> None:
+    tokens, heads, size = query_THD.shape
+    length, kv_heads, key_size = key_SKD.shape
+    if key_size != size:
+        raise ValueError(f"key_SKD has head size {key_size}; expected {size}, that of query_THD")
+    if value_SKD.shape[:2] != key_SKD.shape[:2]:
+        raise ValueError(f"value_SKD has shape {tuple(value_SKD.shape)}; expected {length} tokens and {kv_heads} heads")
+    if length < tokens:
+        raise ValueError(f"key_SKD has {length} tokens; expected at least {tokens}, the number of query tokens")
+    if head_map is None and heads % kv_heads:
+        raise ValueError(f"query_THD has {heads} heads; expected a multiple of {kv_heads}, or a head_map")
+    if head_map is not None and len(head_map) != heads:
+        raise ValueError(f"head_map has {len(head_map)} entries; expected {heads}, one per query head")
+    if slopes_H is not None and slopes_H.shape != (heads,):
+        raise ValueError(f"slopes_H has shape {tuple(slopes_H.shape)}; expected ({heads},), one per query head")

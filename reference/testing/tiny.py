@@ -1,0 +1,119 @@
+"""Small models with random weights, and folders that hold them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tiers.reference.config import ModelConfig
+from tiers.reference.model import ReferenceModel
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a model of 4 small layers: dense, window, top-k per head, top-k per group; two gates.
+
+    Args:
+        changes: keys to replace at the top.
+    """
+    config: dict[str, Any] = {
+        "architectures": ["TiersForCausalLM"],
+        "model_type": "tiers",
+        "dtype": "float32",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 512,
+        "mixer": {
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+            "head_map": "interleaved",
+            "pattern": {"kind": "topk", "k": 8, "sink": 1, "window": 2},
+            "position": {"kind": "rope"},
+        },
+        "ffn": {"kind": "swiglu", "intermediate_size": 96},
+        "layers": {
+            "0": {"mixer": {"pattern": {"kind": "dense"}}},
+            "1": {"mixer": {"pattern": {"kind": "window", "window": 16, "sink": 2}}},
+            "2": {"gate": {"mode": "mix", "source": "token"}},
+            "3": {"mixer": {"pattern": {"share": "group"}}, "gate": {"mode": "sigmoid", "source": "bank", "slots": 5}},
+        },
+    }
+    return {**config, **changes}
+
+
+def alibi_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of 3 layers with unequal head groups [3, 1, 2], ALiBi, layer norm, biases, gelu, tied head."""
+    config = tiny_config(
+        hidden_size=48,
+        num_hidden_layers=3,
+        mixer={
+            "num_heads": 6,
+            "num_kv_heads": 3,
+            "head_dim": 16,
+            "head_map": [0, 2, 0, 1, 2, 0],
+            "pattern": {"kind": "topk", "k": 6, "sink": 0, "window": 1},
+            "position": {"kind": "alibi"},
+            "qkv_bias": True,
+            "o_bias": True,
+        },
+        ffn={"kind": "gelu", "intermediate_size": 80, "bias": True, "approximate": "tanh"},
+        norm={"kind": "layer", "eps": 1e-5},
+        embedding_norm=True,
+        tie_word_embeddings=True,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.7,
+        logits_multiplier=0.5,
+        layers={
+            "0": {"mixer": {"pattern": {"kind": "dense"}}},
+            "2": {"gate": {"mode": "linear", "source": "token", "bias": False}},
+        },
+    )
+    return {**config, **changes}
+
+
+def tiny_model(config: dict[str, Any], seed: int = 0) -> ReferenceModel:
+    """A reference model with random weights, spread widely enough that its logits are of order 10."""
+    generator = torch.Generator().manual_seed(seed)
+    model = ReferenceModel(ModelConfig.from_dict(config))
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            values = 1 + 0.1 * values
+        elif name.endswith("bias"):
+            values = 0.1 * values
+        elif parameter.dim() == 2 and not name.startswith("embed_tokens"):
+            values = values * 1.5 * parameter.shape[1] ** -0.5
+        parameter.data = values
+    return model.requires_grad_(False).eval()
+
+
+def save_model(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 1) -> Path:
+    """Write config.json and safetensors files, with an index if there is more than one shard."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    names = sorted(tensors)
+    if shards == 1:
+        save_file({name: tensors[name].contiguous() for name in names}, folder / "model.safetensors")
+        return folder
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[shard::shards]
+        save_file({name: tensors[name].contiguous() for name in part}, folder / file)
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def save_tiny(folder: Path, config: dict[str, Any], seed: int = 0, shards: int = 1) -> Path:
+    """A folder with a tiny model in it."""
+    return save_model(folder, config, tiny_model(config, seed).state_dict(), shards)
+
+
+def random_ids(length: int, vocab_size: int, seed: int) -> list[int]:
+    """A prompt of random token ids."""
+    return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

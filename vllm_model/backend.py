@@ -1,0 +1,169 @@
+"""The attention backend: what vLLM's runners call, on top of the operators of the tiers.
+
+Legend: T packed tokens (padding rows at the end), H query heads, KV key/value heads, D head size, B blocks in the cache,
+N tokens per block, R requests, P blocks per request at most.
+
+The cache of a layer is a view [B, KV, N, 2 * D] with keys in the first D channels; its strides depend on the layout that
+vLLM chose for the whole model, so it is only ever indexed.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from tiers.reference.errors import ServingError
+from tiers.reference.ops.attention import Pattern
+from tiers.vllm_model import dispatch
+from tiers.vllm_model.compat import BACKEND_NAME
+from tiers.vllm_model.plan import Tier
+
+
+@dataclass
+class TiersMetadata(AttentionMetadata):
+    """What one step needs to know of its batch; shared by all layers.
+
+    Attributes:
+        num_tokens: query tokens; rows beyond are padding.
+        starts_R1: [R + 1] int32, first query token of each request.
+        lengths_R: [R] int32, tokens of each request in the cache, this step's included.
+        block_table_RP: [R, P] int32 block ids; entries past the length are stale.
+    """
+
+    num_tokens: int
+    starts_R1: Tensor
+    lengths_R: Tensor
+    block_table_RP: Tensor
+
+    @cached_property
+    def host(self) -> tuple[list[int], list[int]]:
+        """Lengths and starts as Python numbers; waits for the device once per step, and only if a tier asks."""
+        return self.lengths_R.tolist(), self.starts_R1.tolist()
+
+
+class TiersMetadataBuilder(AttentionMetadataBuilder[TiersMetadata]):
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> TiersMetadata:
+        common = common_attn_metadata
+        return TiersMetadata(
+            num_tokens=common.num_actual_tokens,
+            starts_R1=common.query_start_loc,
+            lengths_R=common.seq_lens,
+            block_table_RP=common.block_table_tensor,
+        )
+
+
+class TiersAttentionImpl(AttentionImpl):
+    """One layer's attention on the tier that was chosen for it.
+
+    Raises:
+        ServingError: an option of the engine that no tier computes. vLLM does not validate a backend that a model
+            passes explicitly, so this is the only place that can refuse.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        pattern: Pattern,
+        tier: Tier,
+    ) -> None:
+        if kv_cache_dtype not in TiersAttentionBackend.supported_kv_cache_dtypes:
+            raise ServingError(f"--kv-cache-dtype is {kv_cache_dtype}; expected auto, float16 or bfloat16")
+        if attn_type != AttentionType.DECODER or sliding_window is not None or kv_sharing_target_layer_name is not None:
+            raise ServingError(
+                f"attention type {attn_type}, sliding window {sliding_window}, shared cache {kv_sharing_target_layer_name}: "
+                "expected decoder attention with the pattern of config.json and a cache of its own"
+            )
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
+        self.scale, self.softcap = float(scale), logits_soft_cap
+        self.kv_cache_dtype = kv_cache_dtype
+        self.pattern, self.tier = pattern, tier
+        self.slopes_H = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.paged_attention = dispatch.function("paged_attention", tier)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: TiersMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Fill `output` [T, H, D] from `query` [T, H, D] and the cache, which holds this step's keys already."""
+        if output_scale is not None or output_block_scale is not None:
+            raise ServingError("fused output quantization of attention is not supported; turn its fusion pass off")
+        if attn_metadata is None:  # the run that measures memory; there is no cache yet
+            return output.fill_(0)
+        dispatch.COUNTS["attention", self.tier.value] += 1
+        if self.slopes_H is not None and self.slopes_H.device != query.device:
+            self.slopes_H = self.slopes_H.to(query.device)
+        tokens = attn_metadata.num_tokens
+        lengths, starts = attn_metadata.host
+        output[:tokens] = self.paged_attention(
+            query[:tokens], kv_cache, attn_metadata.block_table_RP, lengths, starts,
+            scale=self.scale, pattern=self.pattern, slopes_H=self.slopes_H, softcap=self.softcap,
+        )  # fmt: skip
+        output[tokens:] = 0
+        return output
+
+    def do_kv_cache_update(
+        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write keys and values [T, KV, D] to their slots (block * N + offset); slot -1 is a padding row."""
+        tokens = slot_mapping.shape[0]
+        # Padding goes to the first slot of block 0, the null block, which no request reads; dropping those rows instead
+        # would make the host wait for the device.
+        slots = slot_mapping.clamp(min=0)
+        page = kv_cache.shape[2]
+        kv_cache[slots // page, :, slots % page] = torch.cat((key[:tokens], value[:tokens]), dim=-1)
+
+
+class TiersAttentionBackend(AttentionBackend):
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[TiersAttentionImpl]:
+        return TiersAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TiersMetadataBuilder]:
+        return TiersMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]

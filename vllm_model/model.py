@@ -1,0 +1,344 @@
+"""The model inside vLLM: the same layers as tiers.reference.model, from vLLM's parallel building blocks.
+
+Legend: T packed tokens, M model width, H query heads of this rank, KV key/value heads of this rank, D head size.
+"""
+
+from collections.abc import Iterable
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsPP
+from vllm.model_executor.models.utils import PPMissingLayer, WeightsMapper, make_layers, maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+from tiers.reference import config as c
+from tiers.reference.heads import HeadLayout
+from tiers.reference.model import slopes
+from tiers.reference.ops.rope import rope_table
+from tiers.vllm_model import dispatch, serving, weights
+from tiers.vllm_model.backend import TiersAttentionBackend
+from tiers.vllm_model.gate import KnowledgeGate
+from tiers.vllm_model.plan import Tier
+
+logger = init_logger("vllm.tiers")
+
+
+class LayerNorm(nn.LayerNorm):
+    """vLLM has no layer norm; this one has the calling convention of its RMSNorm."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        if residual is None:
+            return super().forward(x)
+        residual = x + residual
+        return super().forward(residual), residual
+
+
+def make_norm(config: c.Norm, width: int) -> RMSNorm | LayerNorm:
+    if config.kind == "rms":
+        return RMSNorm(width, eps=config.eps)
+    return LayerNorm(width, eps=config.eps, bias=config.has_bias)
+
+
+def make_rope(config: c.Attention, max_positions: int) -> RotaryEmbedding | None:
+    """vLLM's rotary kernel on the reference's table, so that every scaling is defined in one place."""
+    position = config.position
+    if not isinstance(position, c.Rope):
+        return None
+    layer = RotaryEmbedding(
+        config.head_dim, position.rotary_dim(config.head_dim), max_positions, position.theta, position.style == "half",
+        torch.get_default_dtype(), init_cache=False,
+    )  # fmt: skip
+    with torch.device("cpu"):
+        table = rope_table(position, config.head_dim, max_positions)
+    device = torch.get_default_device()
+    layer.register_buffer("cos_sin_cache", table.to(device, torch.get_default_dtype()), persistent=False)
+    return layer
+
+
+class TiersAttention(nn.Module):
+    def __init__(
+        self, config: c.Attention, model: c.ModelConfig, tier: Tier, vllm_config: VllmConfig, prefix: str
+    ) -> None:
+        super().__init__()
+        ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        # Contiguous groups of one size, whatever the map; the weights are rearranged to it when they load.
+        layout = HeadLayout.of(config.heads, config.num_kv_heads)
+        self.size = config.head_dim
+        self.num_heads = layout.num_heads // ranks
+        self.num_kv_heads = max(1, config.num_kv_heads // ranks)
+        quant_config = vllm_config.quant_config
+        self.qkv_proj = QKVParallelLinear(
+            model.hidden_size, config.head_dim, layout.num_heads, config.num_kv_heads,
+            bias=config.qkv_bias, quant_config=quant_config, prefix=f"{prefix}.qkv_proj",
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(
+            layout.num_heads * config.head_dim, model.hidden_size,
+            bias=config.o_bias, quant_config=quant_config, prefix=f"{prefix}.o_proj",
+        )  # fmt: skip
+        self.q_norm = RMSNorm(config.head_dim, eps=model.norm.eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps=model.norm.eps) if config.qk_norm else None
+        self.rotary = make_rope(config, model.max_position_embeddings)
+        with torch.device("cpu"):
+            all_slopes = slopes(config)
+        if all_slopes is not None:
+            # Of all heads, then cut: a rank's slopes depend on where its heads stand in the whole model.
+            all_slopes = layout.arrange(all_slopes, 1, 0)[rank * self.num_heads : (rank + 1) * self.num_heads]
+        self.attn = Attention(
+            self.num_heads, config.head_dim, config.softmax_scale, num_kv_heads=self.num_kv_heads,
+            alibi_slopes=None if all_slopes is None else all_slopes.tolist(), cache_config=vllm_config.cache_config,
+            quant_config=quant_config, logits_soft_cap=config.softcap, prefix=f"{prefix}.attn",
+            attn_backend=TiersAttentionBackend, pattern=config.pattern, tier=tier,
+        )  # fmt: skip
+
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
+        qkv, _ = self.qkv_proj(x)
+        q_width, kv_width = self.num_heads * self.size, self.num_kv_heads * self.size
+        query, key, value = qkv.split([q_width, kv_width, kv_width], dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query = self.q_norm(query.unflatten(-1, (self.num_heads, self.size)).contiguous()).flatten(-2)
+            key = self.k_norm(key.unflatten(-1, (self.num_kv_heads, self.size)).contiguous()).flatten(-2)
+        if self.rotary is not None:
+            query, key = self.rotary(positions, query, key)
+        out, _ = self.o_proj(self.attn(query, key, value))
+        return out
+
+
+class SwigluFfn(nn.Module):
+    def __init__(self, config: c.Swiglu, width: int, quant_config: object, prefix: str) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            width, [config.intermediate_size] * 2,
+            bias=config.bias, quant_config=quant_config, prefix=f"{prefix}.gate_up_proj",
+        )  # fmt: skip
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, width, bias=config.bias, quant_config=quant_config, prefix=f"{prefix}.down_proj"
+        )
+        self.activation = SiluAndMul()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up, _ = self.gate_up_proj(x)
+        out, _ = self.down_proj(self.activation(gate_up))
+        return out
+
+
+class GeluFfn(nn.Module):
+    def __init__(self, config: c.Gelu, width: int, quant_config: object, prefix: str) -> None:
+        super().__init__()
+        self.up_proj = ColumnParallelLinear(
+            width, config.intermediate_size, bias=config.bias, quant_config=quant_config, prefix=f"{prefix}.up_proj"
+        )
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, width, bias=config.bias, quant_config=quant_config, prefix=f"{prefix}.down_proj"
+        )
+        self.activation = nn.GELU(approximate=config.approximate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, _ = self.up_proj(x)
+        out, _ = self.down_proj(self.activation(up))
+        return out
+
+
+class TiersLayer(nn.Module):
+    """One layer. `delta` is the output of the sublayer before, not yet added to the residual stream `h`, so that vLLM's
+    RMSNorm can add and normalise in one pass; None where there is nothing to add."""
+
+    def __init__(
+        self, config: c.Layer, model: c.ModelConfig, tiers: dict[str, Tier], vllm_config: VllmConfig, prefix: str
+    ) -> None:
+        super().__init__()
+        quant_config = vllm_config.quant_config
+        width = model.hidden_size
+        self.parallel = model.residual == "parallel"
+        self.multiplier = model.residual_multiplier
+        self.mixer_norm = make_norm(model.norm, width)
+        self.mixer = TiersAttention(config.mixer, model, tiers["attention"], vllm_config, f"{prefix}.mixer")
+        self.ffn_norm = make_norm(model.norm, width)
+        if isinstance(config.ffn, c.Swiglu):
+            self.ffn: nn.Module = SwigluFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
+        else:
+            self.ffn = GeluFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
+        self.gate = None
+        if config.gate is not None:
+            self.gate = KnowledgeGate(
+                config.gate, width, model.vocab_size, tiers["gate"], quant_config, f"{prefix}.gate"
+            )
+
+    def forward(
+        self, positions: Tensor, delta: Tensor | None, h: Tensor, token_ids: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        if delta is None:
+            x = self.mixer_norm(h)
+        else:
+            x, h = self.mixer_norm(delta, h)
+        mixed = self._scaled(self.mixer(positions, x))
+        if self.parallel:
+            h = h + mixed + self._scaled(self.ffn(self.ffn_norm(h)))
+            delta = None
+        else:
+            x, h = self.ffn_norm(mixed, h)
+            delta = self._scaled(self.ffn(x))
+        if self.gate is not None:
+            h = self.gate(h if delta is None else h + delta, token_ids)
+            delta = None
+        return delta, h
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.multiplier == 1.0 else x * self.multiplier
+
+
+@support_torch_compile(
+    dynamic_arg_dims={
+        "input_ids": {0: "b"},
+        "positions": {0: "b"},
+        "intermediate_tensors": {0: "b"},
+        "inputs_embeds": {0: "b"},
+    }
+)
+class TiersModel(nn.Module):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        model: c.ModelConfig = vllm_config.model_config.hf_config.model
+        self.config = model
+        choices = serving.choose_tiers(vllm_config)
+        if get_pp_group().is_first_rank and get_tensor_model_parallel_rank() == 0:
+            logger.info("Tiers of this model:\n%s", dispatch.table(choices, model))
+        pp = get_pp_group()
+        if pp.is_first_rank or (model.tie_word_embeddings and pp.is_last_rank):
+            self.embed_tokens = VocabParallelEmbedding(
+                model.vocab_size, model.hidden_size, prefix=f"{prefix}.embed_tokens"
+            )
+        else:
+            self.embed_tokens = PPMissingLayer()
+        if model.embedding_norm:
+            self.embed_norm = make_norm(model.norm, model.hidden_size) if pp.is_first_rank else PPMissingLayer()
+
+        def make_layer(prefix: str) -> TiersLayer:
+            index = int(prefix.rpartition(".")[2])
+            tiers = {choice.operator: choice.tier for choice in choices if choice.layer == index}
+            return TiersLayer(model.layers[index], model, tiers, vllm_config, prefix)
+
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            model.num_hidden_layers, make_layer, prefix=f"{prefix}.layers"
+        )
+        self.norm = make_norm(model.norm, model.hidden_size) if pp.is_last_rank else PPMissingLayer()
+        # Later pipeline stages get no token ids from vLLM; a gate there that looks them up needs them sent along.
+        self.sends_token_ids = any(layer.gate is not None and layer.gate.source == "token" for layer in model.layers)
+
+    def make_empty_intermediate_tensors(
+        self, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> IntermediateTensors:
+        tensors = {"hidden_states": torch.zeros((batch_size, self.config.hidden_size), dtype=dtype, device=device)}
+        if self.sends_token_ids:
+            tensors["token_ids"] = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        return IntermediateTensors(tensors)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        h = self.embed_tokens(input_ids)
+        if self.config.embedding_multiplier != 1.0:
+            h = h * self.config.embedding_multiplier
+        return self.embed_norm(h) if self.config.embedding_norm else h
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor | IntermediateTensors:
+        token_ids = input_ids
+        if get_pp_group().is_first_rank:
+            if inputs_embeds is None:
+                assert input_ids is not None
+                inputs_embeds = self.embed_input_ids(input_ids)
+            h = inputs_embeds
+        else:
+            assert intermediate_tensors is not None
+            h = intermediate_tensors["hidden_states"]
+            if self.sends_token_ids:
+                token_ids = intermediate_tensors["token_ids"]
+        delta: Tensor | None = None
+        for layer in islice(self.layers, self.start_layer, self.end_layer):
+            delta, h = layer(positions, delta, h, token_ids)
+        if not get_pp_group().is_last_rank:
+            tensors = {"hidden_states": h if delta is None else h + delta}
+            if self.sends_token_ids:
+                assert token_ids is not None
+                tensors["token_ids"] = token_ids.to(torch.int32)
+            return IntermediateTensors(tensors)
+        if delta is None:
+            return self.norm(h)
+        h, _ = self.norm(delta, h)
+        return h
+
+
+class TiersForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
+    """The class that vLLM builds for architecture TiersForCausalLM.
+
+    Keep flags of vLLM's interfaces in this file: vLLM caches them by the hash of the file that defines the class.
+    """
+
+    # Adapters name modules as the checkpoint does: layers.0.mixer.q_proj.
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={"layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm."}
+    )
+    packed_modules_mapping = {  # noqa: RUF012  vLLM reads it from the class
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+    embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}  # noqa: RUF012
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        serving.check_vllm_config(vllm_config)
+        model: c.ModelConfig = vllm_config.model_config.hf_config.model
+        self.config = model
+        self.quant_config = vllm_config.quant_config
+        # Files to read when the index of the folder is stale (vLLM would drop every file that it does not name).
+        self.allow_patterns_overrides = serving.weight_patterns(vllm_config)
+        self.model = TiersModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        if get_pp_group().is_last_rank:
+            self.lm_head = ParallelLMHead(
+                model.vocab_size, model.hidden_size,
+                quant_config=self.quant_config, prefix=maybe_prefix(prefix, "lm_head"),
+            )  # fmt: skip
+            if model.tie_word_embeddings:
+                self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+            self.logits_processor = LogitsProcessor(model.vocab_size, scale=model.logits_multiplier)
+        else:
+            self.lm_head = PPMissingLayer()
+        self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor | IntermediateTensors:
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return weights.load(self, self.config, tensors, strict=self.quant_config is None)

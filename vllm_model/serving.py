@@ -1,0 +1,171 @@
+"""Can this model be served with these options? Asked before memory is allocated, and again by every worker.
+
+Also reads the plan out of vLLM's configuration, so that the start-up table, the model and `tiers plan` agree.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiers.reference.checkpoint import INDEX_NAME
+from tiers.reference.config import ModelConfig
+from tiers.reference.errors import ConfigError, ServingError
+from tiers.reference.heads import HeadLayout
+from tiers.reference.load import check_folder, check_headers
+from tiers.vllm_model import compat
+from tiers.vllm_model.dispatch import Choice, resolve
+from tiers.vllm_model.plan import AUTO, TierPlan
+
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
+
+# Sizes that are tried when a message lists those that fit.
+PARALLEL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The engine options that a model may not be able to follow, under the names of vLLM's flags."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    kv_cache_dtype: str = AUTO
+    enable_lora: bool = False
+    enable_prompt_embeds: bool = False
+
+
+def tensor_parallel_misfit(config: ModelConfig, size: int) -> str | None:
+    """Why the model cannot be cut into `size` tensor-parallel ranks, or None if it can.
+
+    Query heads and the inner width of an ffn are cut evenly. Key/value heads are cut evenly too, or, with more ranks
+    than heads, each is held by the same number of ranks.
+    """
+    for index, layer in enumerate(config.layers):
+        mixer = layer.mixer
+        heads = HeadLayout.of(mixer.heads, mixer.num_kv_heads).num_heads
+        for name, number in (("query heads", heads), ("ffn.intermediate_size", layer.ffn.intermediate_size)):
+            if number % size:
+                return f"layer {index} has {number} {name}"
+        if mixer.num_kv_heads % size and size % mixer.num_kv_heads:
+            return f"layer {index} has {mixer.num_kv_heads} key/value heads"
+    return None
+
+
+def check_options(config: ModelConfig, options: Options) -> None:
+    """Refuse what the model or this version cannot do.
+
+    Raises:
+        ServingError: names the flag, what was found, what would work.
+    """
+    size = options.tensor_parallel_size
+    if misfit := tensor_parallel_misfit(config, size):
+        fits = ", ".join(str(n) for n in PARALLEL_SIZES if tensor_parallel_misfit(config, n) is None)
+        raise ServingError(
+            f"--tensor-parallel-size is {size}, but {misfit}, which that does not divide. Sizes that work: {fits}"
+        )
+    stages = options.pipeline_parallel_size
+    if stages > config.num_hidden_layers:
+        raise ServingError(
+            f"--pipeline-parallel-size is {stages}, but the model has {config.num_hidden_layers} layers; expected at most that"
+        )
+    if options.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ServingError(
+            f"--kv-cache-dtype is {options.kv_cache_dtype}; expected {', '.join(KV_CACHE_DTYPES)}. "
+            "Quantised caches are not supported yet, and vLLM would read them as plain numbers"
+        )
+    for flag in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(options, flag) > 1:
+            raise ServingError(
+                f"--{flag.replace('_', '-')} is {getattr(options, flag)}; expected 1. A selection over a context that is "
+                "spread over ranks is not supported yet"
+            )
+    if options.enable_lora:
+        _check_lora(config)
+    sources = [i for i, layer in enumerate(config.layers) if layer.gate is not None and layer.gate.source == "token"]
+    if options.enable_prompt_embeds and sources:
+        raise ServingError(
+            f"--enable-prompt-embeds is set, but layer {sources[0]} has a gate with source token, which looks up token ids; "
+            "a prompt of embeddings has none"
+        )
+
+
+def _check_lora(config: ModelConfig) -> None:
+    for index, layer in enumerate(config.layers):
+        if not HeadLayout.of(layer.mixer.heads, layer.mixer.num_kv_heads).is_identity:
+            raise ServingError(
+                f"--enable-lora is set, but layer {index} has a head_map that is not contiguous: its query heads are "
+                "rearranged at load and an adapter's are not. Merge the adapter into the weights instead"
+            )
+
+
+def check_vllm_config(vllm_config: Any) -> None:
+    """Check a complete vLLM configuration against the model and, for a local folder, against its files' headers.
+
+    Raises:
+        TiersError: see `check_options`, `choose_tiers` and `tiers.reference.load.check_folder`.
+    """
+    config: ModelConfig = vllm_config.model_config.hf_config.model
+    parallel = vllm_config.parallel_config
+    check_options(
+        config,
+        Options(
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
+            decode_context_parallel_size=parallel.decode_context_parallel_size,
+            prefill_context_parallel_size=parallel.prefill_context_parallel_size,
+            kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+            enable_lora=vllm_config.lora_config is not None,
+            enable_prompt_embeds=vllm_config.model_config.enable_prompt_embeds,
+        ),
+    )
+    choose_tiers(vllm_config)
+    if reads_folder(vllm_config):
+        _check_files(Path(vllm_config.model_config.model), config)
+
+
+def reads_folder(vllm_config: Any) -> bool:
+    """Whether the weights come from safetensors files in a local folder (not from a hub, a stream, or a random seed)."""
+    return (
+        vllm_config.load_config.load_format in ("auto", "hf", "safetensors")
+        and Path(vllm_config.model_config.model).is_dir()
+    )
+
+
+@functools.cache
+def _check_files(folder: Path, config: ModelConfig) -> bool:
+    """Check the headers once per process; returns whether the index is stale."""
+    _, checkpoint, _ = _folder(folder, config)
+    return any(note.startswith(INDEX_NAME) for note in checkpoint.notes)
+
+
+def _folder(folder: Path, config: ModelConfig) -> Any:
+    found, checkpoint, notes = check_folder(folder)
+    if found != config:  # --hf-overrides changed the description
+        notes = check_headers(config, checkpoint)
+    return config, checkpoint, notes
+
+
+def weight_patterns(vllm_config: Any) -> list[str] | None:
+    """What vLLM's loader shall read when the index of the folder is stale; None for its own choice."""
+    if reads_folder(vllm_config) and _check_files(
+        Path(vllm_config.model_config.model), vllm_config.model_config.hf_config.model
+    ):
+        return ["*.safetensors"]
+    return None
+
+
+def choose_tiers(vllm_config: Any) -> tuple[Choice, ...]:
+    """The tier of every operator, from `--additional-config '{"tiers": PLAN}'`.
+
+    Raises:
+        PlanError: the plan does not parse, or names a tier that cannot serve.
+        ConfigError: the plan is not text.
+    """
+    additional = vllm_config.additional_config
+    text = additional.get("tiers", AUTO) if isinstance(additional, dict) else AUTO
+    if not isinstance(text, str):
+        raise ConfigError(f"additional-config: tiers is {text!r}; expected text such as auto or 0-3=reference")
+    config: ModelConfig = vllm_config.model_config.hf_config.model
+    return resolve(config, TierPlan.parse(text, config), compat.device_type())

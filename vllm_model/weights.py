@@ -1,0 +1,98 @@
+"""From the tensors of a checkpoint to the parameters of the vLLM model, strictly in both directions."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.utils import is_pp_missing_parameter
+
+from tiers.reference.config import ModelConfig
+from tiers.reference.errors import CheckpointError
+from tiers.reference.heads import HeadLayout
+from tiers.reference.load import CheckedTensors
+
+# Parameters that vLLM stacks into one: our name to its name and the name of the part.
+STACKED: dict[str, tuple[str, str | int]] = {
+    ".mixer.q_proj.": (".mixer.qkv_proj.", "q"),
+    ".mixer.k_proj.": (".mixer.qkv_proj.", "k"),
+    ".mixer.v_proj.": (".mixer.qkv_proj.", "v"),
+    ".ffn.gate_proj.": (".ffn.gate_up_proj.", 0),
+    ".ffn.up_proj.": (".ffn.gate_up_proj.", 1),
+}
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+
+
+def target(name: str, swiglu: bool) -> tuple[str, str | int | None]:
+    """The parameter of the vLLM model that a checkpoint tensor goes into, and which part of it.
+
+    Args:
+        name: as in `tiers.reference.model`.
+        swiglu: the layer's ffn has a gate_proj, so that up_proj is the second part of a stack.
+    """
+    full = name if name.startswith("lm_head.") else f"model.{name}"
+    for ours, (theirs, part) in STACKED.items():
+        if ours in full and (swiglu or ours != ".ffn.up_proj."):
+            return full.replace(ours, theirs), part
+    return full, None
+
+
+def arrange(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    """Bring query heads into contiguous groups of one size (see HeadLayout); other tensors pass through."""
+    match = _LAYER.fullmatch(name)
+    if match is None or not match[2].startswith(("mixer.q_proj.", "mixer.o_proj.weight")):
+        return tensor
+    mixer = config.layers[int(match[1])].mixer
+    layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
+    return layout.arrange(tensor, mixer.head_dim, 1 if match[2] == "mixer.o_proj.weight" else 0)
+
+
+def load(model: nn.Module, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], strict: bool) -> set[str]:
+    """Fill this rank's part of the model.
+
+    Args:
+        model: the TiersForCausalLM.
+        config: what it was built from.
+        tensors: names as in `tiers.reference.model`, full size, on the CPU or the device.
+        strict: also demand that every parameter of the model was filled; off where a quantisation method adds its own.
+
+    Returns:
+        Names of the parameters that were filled.
+
+    Raises:
+        CheckpointError: a tensor is unknown, comes twice, is missing, has a wrong shape, or is not finite; a parameter
+            was not filled.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    filled: set[str] = set()
+    checked = CheckedTensors(config)
+    for name, tensor in checked.check(tensors):
+        swiglu = _has_swiglu(config, name)
+        full, part = target(name, swiglu)
+        if is_pp_missing_parameter(full, model):
+            continue
+        if full not in parameters:
+            raise CheckpointError(
+                f"{name}: the model on this rank has no parameter {full}; this is a bug in vllm-tiers"
+            )
+        parameter: Any = parameters[full]
+        loader = getattr(parameter, "weight_loader", default_weight_loader)
+        arranged = arrange(name, tensor, config)
+        loader(parameter, arranged) if part is None else loader(parameter, arranged, part)
+        filled.add(full)
+    checked.finish()
+    if config.tie_word_embeddings:
+        filled.add("lm_head.weight")
+    empty = sorted(set(parameters) - filled)
+    if strict and empty:
+        raise CheckpointError(
+            f"parameter {empty[0]} and {len(empty) - 1} more were not filled; this is a bug in vllm-tiers"
+        )
+    return filled & set(parameters)
+
+
+def _has_swiglu(config: ModelConfig, name: str) -> bool:
+    match = _LAYER.fullmatch(name)
+    return match is not None and config.layers[int(match[1])].ffn.kind == "swiglu"
