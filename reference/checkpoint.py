@@ -4,6 +4,7 @@ Knows nothing of any model. Headers are read by `open_checkpoint`; no tensor is 
 """
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -152,17 +153,24 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             size = file.stat().st_size
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if len(prefix) < 8 or 8 + length > size or length > MAX_HEADER_BYTES:
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{file}: not a safetensors file, its header would be {length} bytes long; expected at most "
+                    f"{MAX_HEADER_BYTES}. Is it a Git LFS pointer or a web page? Download it again"
+                )
+            if len(prefix) < 8 or 8 + length > size:
                 raise CheckpointError(
                     f"{file}: {size} bytes, but its header alone needs {8 + length}; the file is cut short"
                 )
             header = json.loads(stream.read(length))
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
+    except CheckpointError:  # itself a ValueError
+        raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not a safetensors file, its header is no JSON ({error})") from None
     infos = {}
-    end = 0
+    spans = []
     try:
         for name, entry in header.items():
             if name == "__metadata__":
@@ -170,19 +178,31 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             dtype, width = _DTYPES[entry["dtype"]]
             shape = tuple(int(n) for n in entry["shape"])
             start, stop = (int(n) for n in entry["data_offsets"])
-            if stop - start != width * torch.Size(shape).numel() or start < 0 or min(shape, default=0) < 0:
+            if stop - start != width * math.prod(shape) or start < 0 or min(shape, default=0) < 0:
                 raise CheckpointError(
                     f"{file}: {name} has shape {list(shape)} {entry['dtype']} but {stop - start} bytes"
                 )
             infos[name] = TensorInfo(file, dtype, shape)
-            end = max(end, 8 + length + stop)
+            spans.append((start, stop, name))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{file}: header entry cannot be read ({type(error).__name__}: {error})") from None
+    end = 0
+    for start, stop, name in sorted(spans):
+        if start != end:
+            raise CheckpointError(
+                f"{file}: {name} starts at byte {start} of the data; expected {end}, without gap or overlap"
+            )
+        end = stop
+    end += 8 + length
     if end > size:
         raise CheckpointError(
             f"{file}: {size} bytes, but its tensors end at byte {end}; the file is cut short. Copy or download it again"
+        )
+    if end < size:
+        raise CheckpointError(
+            f"{file}: {size} bytes, but its tensors end at byte {end}; expected nothing behind them. Copy or download it again"
         )
     return infos
 

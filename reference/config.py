@@ -8,7 +8,7 @@ docs/config.md shows every field with its default.
 import dataclasses
 import difflib
 import json
-import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -154,6 +154,10 @@ class Rope:
         _positive(theta=self.theta)
         if not 0 < self.partial_rotary_factor <= 1:
             raise ConfigError(f"partial_rotary_factor is {self.partial_rotary_factor}; expected a number in (0, 1]")
+        if isinstance(self.scaling, Yarn) and self.theta == 1:
+            raise ConfigError(
+                "theta is 1.0; expected another number, since scaling of kind yarn divides by its logarithm"
+            )
 
     def rotary_dim(self, head_dim: int) -> int:
         """Channels of each head that turn; the rest pass through untouched."""
@@ -219,6 +223,11 @@ class Attention:
                 raise ConfigError(
                     f"position.partial_rotary_factor {self.position.partial_rotary_factor} of head_dim {self.head_dim} "
                     f"is {rotary} channels; expected an even number above 0, since channels turn in pairs"
+                )
+            if rotary == 2 and isinstance(self.position.scaling, Dynamic):
+                raise ConfigError(
+                    "position.scaling of kind dynamic is given 2 rotary channels; expected at least 4, since its base "
+                    "grows with the power channels / (channels - 2)"
                 )
         if isinstance(self.position, Alibi) and self.position.slopes is not None:
             found = len(self.position.slopes)
@@ -340,7 +349,7 @@ class ModelConfig:
                 f"{source}: quantization_config is set; quantised checkpoints are not supported yet. "
                 "Export the weights in float32, float16 or bfloat16 and remove the key"
             )
-        per_layer = {"mixer", "ffn", "gate", "layers"}
+        per_layer = {"layers", *(f.name for f in dataclasses.fields(Layer))}
         top = {key: value for key, value in raw.items() if key not in HF_KEYS | per_layer}
         fields = [f.name for f in dataclasses.fields(cls) if f.name != "layers"]
         _reject_unknown(top, [*fields, *per_layer, *HF_KEYS], source, ignored="layers")
@@ -362,7 +371,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; expected a model folder with {path.name}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python converts
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
@@ -388,7 +397,7 @@ def parse_layer_range(text: str, num_layers: int) -> range:
 
 
 def _parse_layers(raw: Mapping[str, Any], number: int, source: str) -> tuple[Layer, ...]:
-    base = {key: raw[key] for key in ("mixer", "ffn", "gate") if key in raw}
+    base = {key: raw[key] for key in (f.name for f in dataclasses.fields(Layer)) if key in raw}
     overrides = raw.get("layers", {})
     if not isinstance(overrides, Mapping):
         raise ConfigError(f'{source}: layers is {_shown(overrides)}; expected an object such as {{"0-3": {{...}}}}')
@@ -414,7 +423,8 @@ def _merge(base: Any, override: Any) -> Any:
     """Override key by key; an object of another `kind` replaces the base object whole, since it has other fields."""
     if not isinstance(base, Mapping) or not isinstance(override, Mapping):
         return override
-    if "kind" in override and override["kind"] != base.get("kind"):
+    # Where the base names no kind, there is only one.
+    if "kind" in override and override["kind"] != base.get("kind", override["kind"]):
         return override
     return {**base, **{key: _merge(base.get(key), value) for key, value in override.items()}}
 
@@ -474,7 +484,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             raise ConfigError(f"{where} is {_shown(value)}; expected {_type_name(hint)}")
         return tuple(_convert(item, typing.get_args(hint)[0], f"{where}[{i}]") for i, item in enumerate(value))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is float and is_number and math.isfinite(value):
+    # Compared rather than asked with isfinite, which cannot take an integer beyond the floats.
+    if hint is float and is_number and abs(value) <= sys.float_info.max:
         return float(value)
     if hint in (int, bool, str) and type(value) is hint:
         return value

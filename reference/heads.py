@@ -11,6 +11,7 @@ applied once, to weights, so nothing is paid for it at run time.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tiers.reference.errors import ConfigError
@@ -84,13 +85,16 @@ class HeadLayout:
     def is_identity(self) -> bool:
         return self.slots == tuple(range(self.num_heads))
 
-    def arrange(self, tensor: Tensor, head_size: int, dim: int) -> Tensor:
-        """Reorder the heads along one dimension of a weight, zeros in empty slots.
+    def arrange(self, tensor: Tensor, head_size: int, dim: int, *, copy: bool) -> Tensor:
+        """Reorder the heads along one dimension of a weight.
 
         Args:
             tensor: a weight or bias whose dimension `dim` is H * head_size long, head-major.
             head_size: elements per head along that dimension (1 for one value per head).
             dim: the dimension to rearrange.
+            copy: what an empty slot gets. True, a copy of the first head of its group: for queries, so that the slot
+                changes nothing where a whole group chooses its keys together. False, zeros: for what reads the output
+                of the heads, so that the slot counts for nothing.
 
         Returns:
             The same tensor if nothing moves, else a new one with num_heads * head_size elements along `dim`.
@@ -98,8 +102,12 @@ class HeadLayout:
         if self.is_identity:
             return tensor
         heads = tensor.unflatten(dim, (-1, head_size))
-        out = heads.new_zeros(*heads.shape[:dim], self.num_heads, *heads.shape[dim + 1 :])
-        for slot, head in enumerate(self.slots):
-            if head >= 0:
-                out.select(dim, slot).copy_(heads.select(dim, head))
+        size = self.num_heads // self.num_kv_heads
+        # The first slot of a group is never empty.
+        sources = [head if head >= 0 else self.slots[slot - slot % size] for slot, head in enumerate(self.slots)]
+        out = heads.index_select(dim, torch.tensor(sources, device=tensor.device))
+        if not copy:
+            for slot, head in enumerate(self.slots):
+                if head < 0:
+                    out.select(dim, slot).zero_()
         return out.flatten(dim, dim + 1)

@@ -6,6 +6,7 @@ key/value heads, D head size, V vocabulary.
 The parameter names here are the names of a checkpoint: `state_dict()` is the list that weight loading is checked against.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -205,5 +206,7 @@ class ReferenceModel(nn.Module):
 
 def parameter_shapes(config: c.ModelConfig) -> Mapping[str, torch.Size]:
     """Name and shape of every tensor that a checkpoint of this model holds; allocates nothing."""
+    # Rotary tables are made on the CPU and are no part of a checkpoint: one row each is enough.
+    config = dataclasses.replace(config, max_position_embeddings=1)
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in ReferenceModel(config).state_dict().items()}

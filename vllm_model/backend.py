@@ -144,7 +144,7 @@ class TiersAttentionImpl(AttentionImpl):
         # would make the host wait for the device.
         slots = slot_mapping.clamp(min=0)
         page = kv_cache.shape[2]
-        kv_cache[slots // page, :, slots % page] = torch.cat((key[:tokens], value[:tokens]), dim=-1)
+        kv_cache[slots // page, :, slots % page] = torch.cat((key[:tokens], value[:tokens]), dim=-1).to(kv_cache.dtype)
 
 
 class TiersAttentionBackend(AttentionBackend):

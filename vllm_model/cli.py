@@ -24,9 +24,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit code 0 when all went well, 1 for an error that the message explains, 2 for wrong usage, 130 on Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # `tiers serve` hands every flag it does not know to vLLM, --help=GROUP included.
     debug = "--debug" in arguments
     try:
+        if arguments[:1] == ["serve"] and any(flag.startswith("--help=") for flag in arguments):
+            from tiers.vllm_model.compat import parse_serve
+
+            parse_serve(arguments[1:])  # prints the help of that group of vLLM's flags and exits
         args, rest = _parser().parse_known_args(arguments)
         if rest and args.command != "serve":
             _usage(f"unrecognized arguments: {' '.join(rest)}")
@@ -68,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "Check a model folder, then run `vllm serve` on it with a tier plan.",
         _serve,
         usage="tiers serve DIR [--tiers PLAN] [--debug] [any flag of vllm serve]",
-        epilog="Every other flag goes to `vllm serve`; `tiers serve DIR --help=all` lists those.",
+        epilog="Every other flag goes to `vllm serve`; `tiers serve --help=all` lists those.",
     )
     command.add_argument("--tiers", metavar="PLAN", help=PLAN_HELP)
 
@@ -150,9 +153,8 @@ def _device() -> str:
 def _generate(args: argparse.Namespace, rest: list[str]) -> None:
     import torch
 
-    from tiers.reference.config import ModelConfig
     from tiers.reference.generate import generate
-    from tiers.reference.load import load_model
+    from tiers.reference.load import check_folder, load_model
     from tiers.reference.text import encode_chat, load_tokenizer, stop_ids, stream_text
 
     if args.max_tokens < 1:
@@ -165,7 +167,8 @@ def _generate(args: argparse.Namespace, rest: list[str]) -> None:
         raise ServingError(
             f"--device is {args.device}; it cannot be used here ({str(error).splitlines()[0]})"
         ) from None
-    ModelConfig.from_json(args.model)  # what is wrong with the model comes before what is wrong with the tokenizer
+    for note in check_folder(args.model)[2]:
+        print(f"tiers: {note}", file=sys.stderr)
     tokenizer = load_tokenizer(args.model)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     ids = encode_chat(tokenizer, prompt) if args.chat else tokenizer.encode(prompt)

@@ -5,11 +5,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from tiers.reference.config import ARCHITECTURE, MODEL_TYPE, ModelConfig
+from tiers.reference.config import ARCHITECTURE, MODEL_TYPE, Layer, ModelConfig
 from tiers.reference.heads import HeadLayout
 
 # Keys of config.json that describe the model; kept as they were written, so that `--hf-overrides` can change them.
-DESCRIPTION_KEYS = (*(f.name for f in dataclasses.fields(ModelConfig)), "mixer", "ffn", "gate")
+DESCRIPTION_KEYS = tuple(field.name for cls in (ModelConfig, Layer) for field in dataclasses.fields(cls))
 
 # Computed from the description, so never written to a config.json.
 DERIVED_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim")

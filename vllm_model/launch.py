@@ -1,5 +1,6 @@
 """`tiers serve`: check everything that can be checked, then become `vllm serve`."""
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -24,8 +25,6 @@ def serve(folder: Path, plan: str | None, flags: Sequence[str]) -> None:
     Raises:
         TiersError: the folder, the plan or a flag is not fit; raised before vLLM starts a process or takes memory.
     """
-    if any(flag == "-h" or flag.startswith("--help") for flag in flags):
-        compat.parse_serve([str(folder), *flags])  # prints vLLM's help and exits
     config, checkpoint, notes = check_folder(folder)
     for note in notes:
         _say(note)
@@ -33,6 +32,12 @@ def serve(folder: Path, plan: str | None, flags: Sequence[str]) -> None:
         TierPlan.parse(plan, config)
     if reason := compat.unsupported_version():
         raise ServingError(f"cannot serve: {reason}")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "tiers" not in allowed.split(","):
+        raise ServingError(
+            f"the environment variable VLLM_PLUGINS is {allowed!r}, so vLLM would not load this plugin; add tiers to the list "
+            "or unset it"
+        )
     started = time.monotonic()
     for name, _ in weights(config, checkpoint):
         if sys.stderr.isatty() and time.monotonic() - started > 2:
@@ -50,8 +55,15 @@ def serve(folder: Path, plan: str | None, flags: Sequence[str]) -> None:
             kv_cache_dtype=args.kv_cache_dtype,
             enable_lora=bool(args.enable_lora),
             enable_prompt_embeds=args.enable_prompt_embeds,
+            max_model_len=args.max_model_len
+            if isinstance(args.max_model_len, int) and args.max_model_len > 0
+            else None,
         ),
     )
+    if args.dtype == "auto" and "float32" in {
+        str(info.dtype).removeprefix("torch.") for info in checkpoint.infos.values()
+    }:
+        _say("the weights are float32; --dtype auto lets vLLM serve them in 16 bits, --dtype float32 keeps them")
     if plan is not None:
         args.additional_config = {**(args.additional_config or {}), "tiers": plan}
     text = (args.additional_config or {}).get("tiers", AUTO)

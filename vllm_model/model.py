@@ -99,7 +99,9 @@ class TiersAttention(nn.Module):
             all_slopes = slopes(config)
         if all_slopes is not None:
             # Of all heads, then cut: a rank's slopes depend on where its heads stand in the whole model.
-            all_slopes = layout.arrange(all_slopes, 1, 0)[rank * self.num_heads : (rank + 1) * self.num_heads]
+            all_slopes = layout.arrange(all_slopes, 1, dim=0, copy=True)[
+                rank * self.num_heads : (rank + 1) * self.num_heads
+            ]
         self.attn = Attention(
             self.num_heads, config.head_dim, config.softmax_scale, num_kv_heads=self.num_kv_heads,
             alibi_slopes=None if all_slopes is None else all_slopes.tolist(), cache_config=vllm_config.cache_config,

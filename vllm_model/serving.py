@@ -4,6 +4,7 @@ Also reads the plan out of vLLM's configuration, so that the start-up table, the
 """
 
 import functools
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from tiers.reference.load import check_folder, check_headers
 from tiers.vllm_model import compat
 from tiers.vllm_model.dispatch import Choice, resolve
 from tiers.vllm_model.plan import AUTO, TierPlan
+
+# vLLM prints loggers below its own name.
+logger = logging.getLogger("vllm.tiers")
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 
@@ -34,6 +38,7 @@ class Options:
     kv_cache_dtype: str = AUTO
     enable_lora: bool = False
     enable_prompt_embeds: bool = False
+    max_model_len: int | None = None
 
 
 def tensor_parallel_misfit(config: ModelConfig, size: int) -> str | None:
@@ -50,6 +55,8 @@ def tensor_parallel_misfit(config: ModelConfig, size: int) -> str | None:
                 return f"layer {index} has {number} {name}"
         if mixer.num_kv_heads % size and size % mixer.num_kv_heads:
             return f"layer {index} has {mixer.num_kv_heads} key/value heads"
+        if size > mixer.num_kv_heads and getattr(mixer.pattern, "share", None) == "group":
+            return f"layer {index} selects keys per group of query heads and has {mixer.num_kv_heads} groups"
     return None
 
 
@@ -63,12 +70,18 @@ def check_options(config: ModelConfig, options: Options) -> None:
     if misfit := tensor_parallel_misfit(config, size):
         fits = ", ".join(str(n) for n in PARALLEL_SIZES if tensor_parallel_misfit(config, n) is None)
         raise ServingError(
-            f"--tensor-parallel-size is {size}, but {misfit}, which that does not divide. Sizes that work: {fits}"
+            f"--tensor-parallel-size is {size}, but {misfit}, which do not fit on that many ranks. Sizes that work: {fits}"
         )
     stages = options.pipeline_parallel_size
     if stages > config.num_hidden_layers:
         raise ServingError(
             f"--pipeline-parallel-size is {stages}, but the model has {config.num_hidden_layers} layers; expected at most that"
+        )
+    longest = config.max_position_embeddings
+    if options.max_model_len is not None and options.max_model_len > longest and _has_rope(config):
+        raise ServingError(
+            f"--max-model-len is {options.max_model_len}, but max_position_embeddings in config.json is {longest}; the rotary "
+            f"table ends there. Expected at most {longest}, or a config that describes how positions are stretched"
         )
     if options.kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ServingError(
@@ -89,6 +102,10 @@ def check_options(config: ModelConfig, options: Options) -> None:
             f"--enable-prompt-embeds is set, but layer {sources[0]} has a gate with source token, which looks up token ids; "
             "a prompt of embeddings has none"
         )
+
+
+def _has_rope(config: ModelConfig) -> bool:
+    return any(layer.mixer.position.kind == "rope" for layer in config.layers)
 
 
 def _check_lora(config: ModelConfig) -> None:
@@ -118,11 +135,23 @@ def check_vllm_config(vllm_config: Any) -> None:
             kv_cache_dtype=vllm_config.cache_config.cache_dtype,
             enable_lora=vllm_config.lora_config is not None,
             enable_prompt_embeds=vllm_config.model_config.enable_prompt_embeds,
+            max_model_len=vllm_config.model_config.max_model_len,
         ),
     )
+    if stages_need_warm_up(vllm_config):
+        raise ServingError(
+            f"--pipeline-parallel-size is {parallel.pipeline_parallel_size} and --enforce-eager is set on the CPU; vLLM's CPU "
+            "build prepares the buffers between stages only when it compiles. Leave --enforce-eager out"
+        )
     choose_tiers(vllm_config)
     if reads_folder(vllm_config):
         _check_files(Path(vllm_config.model_config.model), config)
+
+
+def stages_need_warm_up(vllm_config: Any) -> bool:
+    """Whether this start would end in a bare assertion of vLLM's CPU runner (seen in 0.32.0 with its own Llama too)."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    return stages > 1 and compat.device_type() == "cpu" and vllm_config.model_config.enforce_eager
 
 
 def reads_folder(vllm_config: Any) -> bool:
@@ -135,16 +164,13 @@ def reads_folder(vllm_config: Any) -> bool:
 
 @functools.cache
 def _check_files(folder: Path, config: ModelConfig) -> bool:
-    """Check the headers once per process; returns whether the index is stale."""
-    _, checkpoint, _ = _folder(folder, config)
-    return any(note.startswith(INDEX_NAME) for note in checkpoint.notes)
-
-
-def _folder(folder: Path, config: ModelConfig) -> Any:
+    """Check the headers once per process, log what is odd; returns whether the index is stale."""
     found, checkpoint, notes = check_folder(folder)
     if found != config:  # --hf-overrides changed the description
         notes = check_headers(config, checkpoint)
-    return config, checkpoint, notes
+    for note in notes:
+        logger.info("%s: %s", folder, note)
+    return any(note.startswith(INDEX_NAME) for note in checkpoint.notes)
 
 
 def weight_patterns(vllm_config: Any) -> list[str] | None:

@@ -46,7 +46,9 @@ def arrange(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
         return tensor
     mixer = config.layers[int(match[1])].mixer
     layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
-    return layout.arrange(tensor, mixer.head_dim, 1 if match[2] == "mixer.o_proj.weight" else 0)
+    if match[2] == "mixer.o_proj.weight":
+        return layout.arrange(tensor, mixer.head_dim, dim=1, copy=False)
+    return layout.arrange(tensor, mixer.head_dim, dim=0, copy=True)
 
 
 def load(model: nn.Module, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], strict: bool) -> set[str]:

@@ -147,10 +147,11 @@ def kept(scores_KGTS: Tensor, distance_TS: Tensor, pattern: Pattern, index_H: Te
 
 def _group_max(scores_H1TS: Tensor, index_H: Tensor) -> Tensor:
     """The largest score over the query heads that read the same key/value head, for each query head."""
-    groups = int(index_H.max()) + 1
-    best = scores_H1TS.new_full((groups, *scores_H1TS.shape[1:]), float("-inf"))
-    best.index_reduce_(0, index_H, scores_H1TS, "amax")
-    return best[index_H]
+    best = torch.empty_like(scores_H1TS)
+    for group in index_H.unique():
+        members = index_H == group
+        best[members] = scores_H1TS[members].amax(dim=0)
+    return best
 
 
 def _check(

@@ -69,6 +69,7 @@ def alibi_config(**changes: Any) -> dict[str, Any]:
         logits_multiplier=0.5,
         layers={
             "0": {"mixer": {"pattern": {"kind": "dense"}}},
+            "1": {"mixer": {"pattern": {"share": "group"}}},
             "2": {"gate": {"mode": "linear", "source": "token", "bias": False}},
         },
     )
@@ -117,3 +118,17 @@ def save_tiny(folder: Path, config: dict[str, Any], seed: int = 0, shards: int =
 def random_ids(length: int, vocab_size: int, seed: int) -> list[int]:
     """A prompt of random token ids."""
     return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of one token per byte, with a chat template, for tiny models that are served over HTTP."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    fast.save_pretrained(folder)

@@ -1,0 +1,56 @@
+"""Settings that must be there before vLLM is imported, and engines for tests that need one."""
+
+import os
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The engine runs in this process, so that a test can look at its scheduler and count what was dispatched.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+# Prompt log-probabilities compile a helper of 20 s on first use, even with enforce_eager.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("VLLM_LOGGING_COLOR", "0")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def start_engine() -> Iterator[Callable[..., Any]]:
+    """Start a vLLM engine on a folder, without tokenizer, eager, float32; ended when another one starts or at the end."""
+    running: list[Any] = []
+
+    def start(folder: Path, **options: Any) -> Any:
+        from vllm import LLM
+
+        stop()
+        defaults = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "max_model_len": 256,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 16,
+            "block_size": 16,
+        }
+        running.append(LLM(model=str(folder), **{**defaults, **options}))
+        return running[-1]
+
+    def stop() -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        while running:
+            running.pop().llm_engine.engine_core.shutdown()
+            cleanup_dist_env_and_memory()
+
+    yield start
+    stop()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    import torch
+
+    torch.manual_seed(0)

@@ -1,0 +1,94 @@
+"""The attention backend alone, on batches made by hand: padding rows, layouts, slots, what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiers.reference.config import Dense, TopK
+from tiers.reference.errors import ServingError
+from tiers.reference.ops.attention import attention
+from tiers.vllm_model.backend import TiersAttentionImpl, TiersMetadata
+from tiers.vllm_model.plan import Tier
+
+HEADS, KV_HEADS, SIZE, PAGE, BLOCKS = 4, 2, 8, 16, 12
+
+
+def make_impl(**changes: Any) -> TiersAttentionImpl:
+    options: dict[str, Any] = {
+        "num_heads": HEADS, "head_size": SIZE, "scale": 0.3, "num_kv_heads": KV_HEADS, "alibi_slopes": None,
+        "sliding_window": None, "kv_cache_dtype": "auto", "pattern": TopK(k=4, sink=1, window=2), "tier": Tier.REFERENCE,
+    }  # fmt: skip
+    return TiersAttentionImpl(**{**options, **changes})
+
+
+def make_cache(layout: str) -> Tensor:
+    """An empty cache as vLLM hands it over: a view [B, KV, N, 2 D] of memory in one of its layouts; NaN where unwritten."""
+    if layout == "HND":
+        return torch.full((BLOCKS, KV_HEADS, PAGE, 2 * SIZE), float("nan"))
+    return torch.full((BLOCKS, PAGE, KV_HEADS, 2 * SIZE), float("nan")).permute(0, 2, 1, 3)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_padded_batch_equals_each_request_alone(layout: str, padding: int) -> None:
+    # A request in decode, one in prefill, one that goes on with a second chunk; and a padding row of no tokens.
+    lengths, queries = [21, 18, 40, 0], [1, 18, 7, 0]
+    blocks = [[3, 7], [5, 1], [2, 9, 4], [0]]
+    keys = [torch.randn(n, KV_HEADS, SIZE) for n in lengths]
+    values = [torch.randn(n, KV_HEADS, SIZE) for n in lengths]
+    query = torch.randn(sum(queries) + padding, HEADS, SIZE)
+    table = torch.full((4, 6), 10_000_000, dtype=torch.int32)  # a stale tail must not be read
+    for row, ids in enumerate(blocks):
+        table[row, : len(ids)] = torch.tensor(ids)
+    impl, cache, layer = make_impl(), make_cache(layout), torch.nn.Module()
+    for request in range(3):
+        slots = torch.tensor([blocks[request][i // PAGE] * PAGE + i % PAGE for i in range(lengths[request])])
+        # Rows beyond the slots, and slots of -1, are padding.
+        impl.do_kv_cache_update(
+            layer,
+            torch.cat((keys[request], torch.full((3, KV_HEADS, SIZE), 1e6))),
+            torch.cat((values[request], torch.full((3, KV_HEADS, SIZE), 1e6))),
+            cache,
+            torch.cat((slots, torch.tensor([-1]))),
+        )
+    starts = torch.tensor([0, 1, 19, 26, 26], dtype=torch.int32)
+    metadata = TiersMetadata(sum(queries), starts, torch.tensor(lengths, dtype=torch.int32), table)
+    actual = torch.full_like(query, float("nan"))
+    impl.forward(layer, query, query, query, cache, metadata, actual)
+
+    for request in range(3):
+        rows = slice(int(starts[request]), int(starts[request + 1]))
+        expected = attention(query[rows], keys[request], values[request], scale=0.3, pattern=impl.pattern)
+        torch.testing.assert_close(actual[rows], expected, atol=1e-6, rtol=0)
+    assert (actual[sum(queries) :] == 0).all()
+    # Padding wrote to the null block only.
+    assert torch.isnan(cache[[6, 8, 10, 11]]).all()
+
+
+def test_a_run_without_a_cache_gives_zeros() -> None:
+    out = torch.full((3, HEADS, SIZE), float("nan"))
+    make_impl().forward(torch.nn.Module(), out, out, out, torch.empty(0), None, out)
+    assert (out == 0).all()
+
+
+def test_a_cache_of_lower_precision_is_written_rounded() -> None:
+    cache = torch.zeros(2, KV_HEADS, PAGE, 2 * SIZE, dtype=torch.bfloat16)
+    key = torch.randn(1, KV_HEADS, SIZE)
+    make_impl(pattern=Dense()).do_kv_cache_update(torch.nn.Module(), key, key, cache, torch.tensor([PAGE + 3]))
+    assert torch.equal(cache[1, :, 3, :SIZE], key[0].bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype is fp8_e4m3"),
+        ({"sliding_window": 7}, "sliding window 7"),
+        ({"attn_type": "encoder"}, "attention type encoder"),
+        ({"kv_sharing_target_layer_name": "x"}, "shared cache x"),
+    ],
+)
+def test_what_no_tier_computes_is_refused(change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ServingError, match=expected):
+        make_impl(**change)

@@ -1,0 +1,171 @@
+"""Engine options that a model cannot follow are refused by flag, before memory is allocated."""
+
+from typing import Any
+
+import pytest
+
+from tiers.reference.config import ModelConfig
+from tiers.reference.errors import ServingError
+from tiers.reference.testing.tiny import alibi_config, tiny_config
+from tiers.vllm_model.serving import Options, check_options, tensor_parallel_misfit
+
+TINY = ModelConfig.from_dict(tiny_config())
+UNEQUAL = ModelConfig.from_dict(alibi_config())
+
+
+def model(
+    heads: int, kv_heads: int, inner: int = 960, head_map: Any = "contiguous", pattern: Any = None, **changes: Any
+) -> ModelConfig:
+    mixer = {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": 8,
+        "head_map": head_map,
+        "pattern": pattern or {"kind": "dense"},
+        "position": {"kind": "rope"},
+    }
+    ffn = {"kind": "swiglu", "intermediate_size": inner}
+    return ModelConfig.from_dict(tiny_config(**{"mixer": mixer, "ffn": ffn, "layers": {}, **changes}))
+
+
+def assert_refused(config: ModelConfig, options: Options, *parts: str) -> None:
+    with pytest.raises(ServingError) as caught:
+        check_options(config, options)
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is not in {caught.value}"
+
+
+@pytest.mark.parametrize("config", [TINY, UNEQUAL], ids=["tiny", "alibi"])
+def test_defaults_are_accepted(config: ModelConfig) -> None:
+    check_options(config, Options())
+
+
+# ---- tensor parallelism ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "fits"),
+    [
+        (8, 8, {1, 2, 4, 8}),
+        (8, 4, {1, 2, 4, 8}),
+        (8, 2, {1, 2, 4, 8}),
+        (8, 1, {1, 2, 4, 8}),
+        (12, 4, {1, 2, 4, 12}),
+        (12, 3, {1, 3, 6, 12}),
+        (12, 2, {1, 2, 4, 6, 12}),
+        (9, 3, {1, 3, 9}),
+        (7, 7, {1, 7}),
+        (1, 1, {1}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "sizes",
+)
+def test_heads_are_cut_evenly_or_replicated(heads: int, kv_heads: int, fits: set[int]) -> None:
+    # 4 ranks of 12 heads over 3 key/value heads would need one and a third of them each.
+    config = model(heads, kv_heads, inner=12 * 9 * 8 * 7)
+    assert {size for size in range(1, 13) if tensor_parallel_misfit(config, size) is None} == fits
+
+
+def test_unequal_groups_count_with_their_empty_slots() -> None:
+    # Groups of 3, 1 and 2 are laid out as three groups of 3: nine query heads.
+    config = model(6, 3, head_map=[0, 2, 0, 1, 2, 0], inner=9 * 8)
+    assert {size for size in range(1, 13) if tensor_parallel_misfit(config, size) is None} == {1, 3, 9}
+    assert tensor_parallel_misfit(config, 2) == "layer 0 has 9 query heads"
+    assert tensor_parallel_misfit(config, 6) == "layer 0 has 9 query heads"
+
+
+def test_a_misfit_names_what_does_not_fit() -> None:
+    assert tensor_parallel_misfit(model(8, 4, inner=6), 4) == "layer 0 has 6 ffn.intermediate_size"
+    assert tensor_parallel_misfit(model(12, 3), 4) == "layer 0 has 3 key/value heads"
+    assert tensor_parallel_misfit(model(12, 3), 5) == "layer 0 has 12 query heads"
+
+
+def test_every_layer_must_fit() -> None:
+    config = model(8, 4, layers={"2": {"ffn": {"intermediate_size": 6}}})
+    assert tensor_parallel_misfit(config, 2) is None
+    assert tensor_parallel_misfit(config, 4) == "layer 2 has 6 ffn.intermediate_size"
+
+
+def test_a_group_that_selects_together_stays_on_one_rank() -> None:
+    shared = model(8, 2, pattern={"kind": "topk", "k": 4, "share": "group"})
+    alone = model(8, 2, pattern={"kind": "topk", "k": 4})
+    assert tensor_parallel_misfit(alone, 4) is None
+    assert tensor_parallel_misfit(shared, 2) is None
+    misfit = tensor_parallel_misfit(shared, 4)
+    assert misfit is not None
+    assert misfit.startswith("layer 0 selects keys per group")
+
+
+def test_a_tensor_parallel_size_that_does_not_fit_lists_those_that_do() -> None:
+    assert_refused(
+        model(12, 3), Options(tensor_parallel_size=4),
+        "--tensor-parallel-size is 4", "layer 0 has 3 key/value heads", "Sizes that work: 1, 3, 6, 12",
+    )  # fmt: skip
+    check_options(model(12, 3), Options(tensor_parallel_size=6))
+
+
+# ---- the other options ----------------------------------------------------------------------------------------------
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    assert_refused(TINY, Options(pipeline_parallel_size=5), "--pipeline-parallel-size is 5", "4 layers", "at most")
+    check_options(TINY, Options(pipeline_parallel_size=4))
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4"])
+def test_quantised_caches_are_refused(dtype: str) -> None:
+    assert_refused(
+        TINY, Options(kv_cache_dtype=dtype), f"--kv-cache-dtype is {dtype}", "expected auto, float16, bfloat16"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16", "bfloat16"])
+def test_plain_caches_are_accepted(dtype: str) -> None:
+    check_options(TINY, Options(kv_cache_dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused(name: str) -> None:
+    assert_refused(TINY, Options(**{name: 2}), f"--{name.replace('_', '-')} is 2", "expected 1", "not supported yet")
+
+
+def test_lora_is_refused_where_heads_move() -> None:
+    assert_refused(
+        model(8, 4, head_map="interleaved"), Options(enable_lora=True),
+        "--enable-lora is set", "layer 0 has a head_map that is not contiguous", "Merge the adapter",
+    )  # fmt: skip
+    assert_refused(UNEQUAL, Options(enable_lora=True), "layer 0 has a head_map that is not contiguous")
+
+
+@pytest.mark.parametrize(
+    "head_map", ["contiguous", [0, 0, 1, 1, 2, 2, 3, 3]], ids=["contiguous", "a list that is contiguous"]
+)
+def test_lora_is_accepted_where_heads_stay(head_map: Any) -> None:
+    check_options(model(8, 4, head_map=head_map), Options(enable_lora=True))
+
+
+def test_lora_names_the_layer_whose_heads_move() -> None:
+    config = model(8, 4, layers={"3": {"mixer": {"head_map": "interleaved"}}})
+    assert_refused(config, Options(enable_lora=True), "layer 3 has a head_map")
+
+
+def test_prompt_embeds_are_refused_with_a_token_gate() -> None:
+    assert_refused(
+        TINY,
+        Options(enable_prompt_embeds=True),
+        "--enable-prompt-embeds is set",
+        "layer 2 has a gate with source token",
+    )
+
+
+def test_prompt_embeds_are_accepted_without_a_token_gate() -> None:
+    bank = {"mode": "mix", "source": "bank", "slots": 4}
+    check_options(model(8, 4), Options(enable_prompt_embeds=True))
+    check_options(model(8, 4, gate=bank), Options(enable_prompt_embeds=True))
+
+
+def test_a_context_beyond_the_rotary_table_is_refused() -> None:
+    assert_refused(
+        TINY, Options(max_model_len=513), "--max-model-len is 513", "max_position_embeddings in config.json is 512",
+        "Expected at most 512",
+    )  # fmt: skip
+    check_options(TINY, Options(max_model_len=512))
