@@ -368,13 +368,24 @@ class ModelConfig:
 def read_json(path: Path) -> Any:
     """Parse a JSON file, or say in one sentence why not."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _no_twins(pairs, path))
+    except ConfigError:  # itself a ValueError
+        raise
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; expected a model folder with {path.name}") from None
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python converts
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _no_twins(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    """A JSON object; Python would let the last of two equal keys win in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twin = next(key for i, (key, _) in enumerate(pairs) if key in {k for k, _ in pairs[:i]})
+        raise ConfigError(f"{path}: key {twin!r} comes twice in one object; expected it once")
+    return found
 
 
 def parse_layer_range(text: str, num_layers: int) -> range:
@@ -487,7 +498,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     # Compared rather than asked with isfinite, which cannot take an integer beyond the floats.
     if hint is float and is_number and abs(value) <= sys.float_info.max:
         return float(value)
-    if hint in (int, bool, str) and type(value) is hint:
+    if hint in (int, bool, str) and type(value) is hint and not (hint is int and abs(value) >= 2**31):
         return value
     raise ConfigError(f"{where} is {_shown(value)}; expected {_type_name(hint)}")
 

@@ -62,7 +62,7 @@ def _tied(config: ModelConfig) -> set[str]:
 
 def _check_tensor(name: str, info: TensorInfo, shape: torch.Size) -> list[str]:
     if not info.dtype.is_floating_point or info.dtype.itemsize < 2:
-        raise CheckpointError(f"{info.file}: {name} is {info.dtype}; expected float32, float16 or bfloat16")
+        raise CheckpointError(f"{info.file}: {name} is {info.dtype}; expected a floating-point type of 16 bits or more")
     if info.shape == tuple(shape):
         return []
     rows = info.shape[0] if info.shape else 0
@@ -84,10 +84,11 @@ class CheckedTensors:
     Args:
         config: what the tensors are for.
         source: what to call the place they come from.
+        dtype: what they will be converted to; None if they stay as they are.
     """
 
-    def __init__(self, config: ModelConfig, source: str = "checkpoint") -> None:
-        self.config, self.source = config, source
+    def __init__(self, config: ModelConfig, source: str = "checkpoint", dtype: torch.dtype | None = None) -> None:
+        self.config, self.source, self.dtype = config, source, dtype
         self.expected = parameter_shapes(config)
         self.seen: set[str] = set()
         self._tied: dict[str, Tensor] = {}
@@ -115,6 +116,7 @@ class CheckedTensors:
                     name, TensorInfo(Path(self.source), tensor.dtype, tuple(tensor.shape)), self.expected[name]
                 )
                 check_finite(name, tensor, self.source)
+                self._check_range(name, tensor)
                 yield name, tensor[: self.expected[name][0]]
 
     def finish(self) -> None:
@@ -125,6 +127,17 @@ class CheckedTensors:
         if missing:
             raise CheckpointError(
                 f"{self.source}: no tensor {_some(missing)}; config.json calls for {len(self.expected)} tensors"
+            )
+
+    def _check_range(self, name: str, tensor: Tensor) -> None:
+        """A finite value can still be infinite in the dtype that is served."""
+        if self.dtype is None or torch.finfo(self.dtype).max >= torch.finfo(tensor.dtype).max:
+            return
+        largest = tensor.abs().max().item()
+        if largest > torch.finfo(self.dtype).max:
+            raise CheckpointError(
+                f"{self.source}: {name} holds {largest:.4g}, which {self.dtype} cannot; its largest number is "
+                f"{torch.finfo(self.dtype).max:.4g}. Serve the model in bfloat16 or float32"
             )
 
     def _check_tied(self, name: str, tensor: Tensor) -> None:
@@ -152,14 +165,16 @@ def check_finite(name: str, tensor: Tensor, source: str) -> None:
         )
 
 
-def weights(config: ModelConfig, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter of the model once, on the CPU, checked.
+def weights(
+    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter of the model once, on the CPU, checked; `dtype` is what the caller will convert them to.
 
     Raises:
         CheckpointError: as `check_headers` and `CheckedTensors`.
     """
     check_headers(config, checkpoint)
-    checked = CheckedTensors(config, str(checkpoint.folder))
+    checked = CheckedTensors(config, str(checkpoint.folder), dtype)
     yield from checked.check(checkpoint.tensors())
     checked.finish()
 
@@ -186,8 +201,15 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "
     config, checkpoint, _ = check_folder(folder)
     with torch.device("meta"):
         model = ReferenceModel(config)
-    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
-    state: Mapping[str, Tensor] = {name: tensor.to(device, dtype) for name, tensor in weights(config, checkpoint)}
+    # Layers share tables; each table moves once.
+    moved: dict[int, Tensor] = {}
+    buffers = {
+        name: moved.setdefault(id(buffer), buffer.to(device))
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+    }
+    state: Mapping[str, Tensor] = {
+        name: tensor.to(device, dtype) for name, tensor in weights(config, checkpoint, dtype)
+    }
     model.load_state_dict(state, strict=True, assign=True)
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")

@@ -7,6 +7,7 @@ The parameter names here are the names of a checkpoint: `state_dict()` is the li
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +21,9 @@ from tiers.reference.ops.attention import attention
 from tiers.reference.ops.knowledge_bank import knowledge_bank
 from tiers.reference.ops.knowledge_gate import knowledge_gate
 from tiers.reference.ops.rope import rope, rope_table
+
+# Layers with the same positions share a table: it can be larger than their weights.
+_rope_table = functools.lru_cache(maxsize=8)(rope_table)
 
 
 @dataclass
@@ -75,7 +79,7 @@ class Attention(nn.Module):
         # Derived from the config, so no part of a checkpoint; on the CPU, since a meta model still knows its config.
         with torch.device("cpu"):
             if isinstance(config.position, c.Rope):
-                table = rope_table(config.position, size, model.max_position_embeddings)
+                table = _rope_table(config.position, size, model.max_position_embeddings)
                 self.register_buffer("table_PR", table, persistent=False)
             self.register_buffer("slopes_H", slopes(config), persistent=False)
 

@@ -3,6 +3,7 @@
 Legend: T packed tokens, M model width, H query heads of this rank, KV key/value heads of this rank, D head size.
 """
 
+import functools
 from collections.abc import Iterable
 from itertools import islice
 
@@ -58,17 +59,22 @@ def make_norm(config: c.Norm, width: int) -> RMSNorm | LayerNorm:
 
 def make_rope(config: c.Attention, max_positions: int) -> RotaryEmbedding | None:
     """vLLM's rotary kernel on the reference's table, so that every scaling is defined in one place."""
-    position = config.position
-    if not isinstance(position, c.Rope):
+    if not isinstance(config.position, c.Rope):
         return None
-    layer = RotaryEmbedding(
-        config.head_dim, position.rotary_dim(config.head_dim), max_positions, position.theta, position.style == "half",
-        torch.get_default_dtype(), init_cache=False,
-    )  # fmt: skip
+    device, dtype = torch.get_default_device(), torch.get_default_dtype()
+    return _make_rope(config.position, config.head_dim, max_positions, device, dtype)
+
+
+@functools.cache
+def _make_rope(
+    position: c.Rope, head_dim: int, max_positions: int, device: torch.device, dtype: torch.dtype
+) -> RotaryEmbedding:
+    """One layer per kind of positions: its table can be larger than the weights of a model's layer."""
+    rotary, half = position.rotary_dim(head_dim), position.style == "half"
+    layer = RotaryEmbedding(head_dim, rotary, max_positions, position.theta, half, dtype, init_cache=False)
     with torch.device("cpu"):
-        table = rope_table(position, config.head_dim, max_positions)
-    device = torch.get_default_device()
-    layer.register_buffer("cos_sin_cache", table.to(device, torch.get_default_dtype()), persistent=False)
+        table = rope_table(position, head_dim, max_positions)
+    layer.register_buffer("cos_sin_cache", table.to(device, dtype), persistent=False)
     return layer
 
 

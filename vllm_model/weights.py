@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import is_pp_missing_parameter
@@ -69,7 +70,7 @@ def load(model: nn.Module, config: ModelConfig, tensors: Iterable[tuple[str, Ten
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     filled: set[str] = set()
-    checked = CheckedTensors(config)
+    checked = CheckedTensors(config, dtype=torch.get_default_dtype())
     for name, tensor in checked.check(tensors):
         swiglu = _has_swiglu(config, name)
         full, part = target(name, swiglu)

@@ -138,19 +138,25 @@ def kept(scores_KGTS: Tensor, distance_TS: Tensor, pattern: Pattern, index_H: Te
         return causal
     ranked = scores_KGTS.detach()
     if pattern.share == "group":
-        ranked = ranked.amax(dim=1, keepdim=True) if index_H is None else _group_max(ranked, index_H)
+        ranked = group_max(ranked, index_H)
     ranked = ranked.masked_fill(~candidates, float("-inf"))
     threshold = ranked.topk(pattern.k, dim=-1).values[..., -1:]
     # "Not below" rather than "at least": a NaN score stays in, so that it shows in the output instead of vanishing.
     return always | (candidates & ~(ranked < threshold))
 
 
-def _group_max(scores_H1TS: Tensor, index_H: Tensor) -> Tensor:
-    """The largest score over the query heads that read the same key/value head, for each query head."""
-    best = torch.empty_like(scores_H1TS)
+def group_max(scores_KGTS: Tensor, index_H: Tensor | None) -> Tensor:
+    """The largest score over the query heads that read the same key/value head; arguments as in `kept`.
+
+    Returns:
+        Broadcastable to [KV, G, T, S].
+    """
+    if index_H is None:
+        return scores_KGTS.amax(dim=1, keepdim=True)
+    best = torch.empty_like(scores_KGTS)
     for group in index_H.unique():
         members = index_H == group
-        best[members] = scores_H1TS[members].amax(dim=0)
+        best[members] = scores_KGTS[members].amax(dim=0)
     return best
 
 
@@ -169,5 +175,7 @@ def _check(
         raise ValueError(f"query_THD has {heads} heads; expected a multiple of {kv_heads}, or a head_map")
     if head_map is not None and len(head_map) != heads:
         raise ValueError(f"head_map has {len(head_map)} entries; expected {heads}, one per query head")
+    if head_map is not None and not all(0 <= kv < kv_heads for kv in head_map):
+        raise ValueError(f"head_map is {list(head_map)}; expected indices from 0 to {kv_heads - 1}")
     if slopes_H is not None and slopes_H.shape != (heads,):
         raise ValueError(f"slopes_H has shape {tuple(slopes_H.shape)}; expected ({heads},), one per query head")
