@@ -1,14 +1,13 @@
 """The attention backend: what vLLM's runners call, on top of the operators of the tiers.
 
 Legend: T packed tokens (padding rows at the end), H query heads, KV key/value heads, D head size, B blocks in the cache,
-N tokens per block, R requests, P blocks per request at most.
+N tokens per block.
 
 The cache of a layer is a view [B, KV, N, 2 * D] with keys in the first D channels; its strides depend on the layout that
 vLLM chose for the whole model, so it is only ever indexed.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -25,31 +24,21 @@ from vllm.v1.attention.backend import (
 
 from tiers.reference.errors import ServingError
 from tiers.reference.ops.attention import Pattern
+from tiers.reference.ops.paged_attention import Batch
 from tiers.vllm_model import dispatch
 from tiers.vllm_model.compat import BACKEND_NAME
 from tiers.vllm_model.plan import Tier
 
 
 @dataclass
-class TiersMetadata(AttentionMetadata):
-    """What one step needs to know of its batch; shared by all layers.
+class TiersMetadata(Batch, AttentionMetadata):
+    """What one step needs to know of its batch.
 
     Attributes:
         num_tokens: query tokens; rows beyond are padding.
-        starts_R1: [R + 1] int32, first query token of each request.
-        lengths_R: [R] int32, tokens of each request in the cache, this step's included.
-        block_table_RP: [R, P] int32 block ids; entries past the length are stale.
     """
 
-    num_tokens: int
-    starts_R1: Tensor
-    lengths_R: Tensor
-    block_table_RP: Tensor
-
-    @cached_property
-    def host(self) -> tuple[list[int], list[int]]:
-        """Lengths and starts as Python numbers; waits for the device once per step, and only if a tier asks."""
-        return self.lengths_R.tolist(), self.starts_R1.tolist()
+    num_tokens: int = 0
 
 
 class TiersMetadataBuilder(AttentionMetadataBuilder[TiersMetadata]):
@@ -61,10 +50,12 @@ class TiersMetadataBuilder(AttentionMetadataBuilder[TiersMetadata]):
     ) -> TiersMetadata:
         common = common_attn_metadata
         return TiersMetadata(
-            num_tokens=common.num_actual_tokens,
-            starts_R1=common.query_start_loc,
-            lengths_R=common.seq_lens,
             block_table_RP=common.block_table_tensor,
+            lengths_R=common.seq_lens,
+            starts_R1=common.query_start_loc,
+            max_query=common.max_query_len,
+            max_length=common.max_seq_len,
+            num_tokens=common.num_actual_tokens,
         )
 
 
@@ -127,9 +118,8 @@ class TiersAttentionImpl(AttentionImpl):
         if self.slopes_H is not None and self.slopes_H.device != query.device:
             self.slopes_H = self.slopes_H.to(query.device)
         tokens = attn_metadata.num_tokens
-        lengths, starts = attn_metadata.host
         output[:tokens] = self.paged_attention(
-            query[:tokens], kv_cache, attn_metadata.block_table_RP, lengths, starts,
+            query[:tokens], kv_cache, attn_metadata,
             scale=self.scale, pattern=self.pattern, slopes_H=self.slopes_H, softcap=self.softcap,
         )  # fmt: skip
         output[tokens:] = 0

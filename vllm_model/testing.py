@@ -25,7 +25,7 @@ def run(engine: Any, prompts: Sequence[list[int]], new_tokens: int = NEW_TOKENS,
     return engine.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False)
 
 
-def worst_error(outputs: Sequence[Any], model: ReferenceModel) -> float:
+def worst_error(outputs: Sequence[Any], model: ReferenceModel, margin: float = 1e-5) -> float:
     """The largest difference of any log-probability that vLLM reported from the reference model's.
 
     Where two keys score so nearly the same that rounding decides which of them top-k keeps, both choices are right and
@@ -34,6 +34,7 @@ def worst_error(outputs: Sequence[Any], model: ReferenceModel) -> float:
     Args:
         outputs: from `run`.
         model: the reference on the same weights.
+        margin: see `decided_rows`; 0 compares everything, for a large model, where one key of many counts for little.
 
     Returns:
         Absolute, in nats; infinity if vLLM reported one that is not finite.
@@ -41,7 +42,7 @@ def worst_error(outputs: Sequence[Any], model: ReferenceModel) -> float:
     worst, compared, total = 0.0, 0, 0
     for output in outputs:
         prompt, generated = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
-        with decided_rows() as decided:
+        with decided_rows(margin) as decided:
             expected = model(torch.tensor(prompt + generated)).log_softmax(-1)
         reported = [(i, prompt[i], entry) for i, entry in enumerate(output.prompt_logprobs or []) if entry]
         reported += [
@@ -60,7 +61,7 @@ def worst_error(outputs: Sequence[Any], model: ReferenceModel) -> float:
 
 
 @contextmanager
-def decided_rows(margin: float = 1e-5) -> Iterator[Callable[[], float]]:
+def decided_rows(margin: float) -> Iterator[Callable[[], float]]:
     """Watch the reference choose keys; the result tells how many leading rows of the sequence were clear choices.
 
     A row is clear if, in every top-k layer and head, no rejected candidate scores within `margin` of the threshold.

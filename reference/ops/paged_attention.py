@@ -5,6 +5,8 @@ the cache, N tokens per block, P blocks per request at most.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from einops import rearrange
@@ -13,12 +15,34 @@ from torch import Tensor
 from tiers.reference.ops.attention import Pattern, attention
 
 
+@dataclass
+class Batch:
+    """Which tokens belong to which request, and where their keys and values lie. One per step, shared by all layers.
+
+    Attributes:
+        block_table_RP: [R, P] integer block ids; entries past ceil(length / N) are stale and must not be read.
+        lengths_R: [R] integer, tokens of each request in the cache, its query tokens included; 0 for a padding row.
+        starts_R1: [R + 1] integer, offsets into the packed query tokens; tokens past the last are padding.
+        max_query: at least the query tokens of every request.
+        max_length: at least the length of every request.
+    """
+
+    block_table_RP: Tensor
+    lengths_R: Tensor
+    starts_R1: Tensor
+    max_query: int
+    max_length: int
+
+    @cached_property
+    def host(self) -> tuple[list[int], list[int]]:
+        """Lengths and starts as Python numbers. Waits for the device, once; not for use while a graph is captured."""
+        return self.lengths_R.tolist(), self.starts_R1.tolist()
+
+
 def paged_attention(
     query_THD: Tensor,
     cache_BKNC: Tensor,
-    block_table_RP: Tensor,
-    lengths_R: Sequence[int],
-    starts_R1: Sequence[int],
+    batch: Batch,
     *,
     scale: float,
     pattern: Pattern,
@@ -29,12 +53,10 @@ def paged_attention(
     """Gather the pages of each request and call `attention` on them.
 
     Args:
-        query_THD: [T, H, D]; the queries of request r are rows starts_R1[r] to starts_R1[r + 1].
+        query_THD: [T, H, D]; the queries of request r are rows starts[r] to starts[r + 1].
         cache_BKNC: [B, KV, N, 2 * D], keys in the first D channels and values in the rest, any strides. The keys and
             values of the query tokens are already in it.
-        block_table_RP: [R, P] integer block ids; entries past ceil(length / N) are stale and are not read.
-        lengths_R: tokens of each request in the cache, its query tokens included; 0 for a padding row.
-        starts_R1: R + 1 offsets into the packed query tokens. Rows of query_THD past the last are padding.
+        batch: see there.
         scale, pattern, head_map, slopes_H, softcap: as in `attention`.
 
     Returns:
@@ -47,11 +69,12 @@ def paged_attention(
     """
     out_THD = torch.zeros_like(query_THD)
     size, page = query_THD.shape[2], cache_BKNC.shape[2]
-    for request, length in enumerate(lengths_R):
-        start, stop = starts_R1[request], starts_R1[request + 1]
+    lengths, starts = batch.host
+    for request, length in enumerate(lengths):
+        start, stop = starts[request], starts[request + 1]
         if start == stop:
             continue
-        blocks = block_table_RP[request, : -(-length // page)]
+        blocks = batch.block_table_RP[request, : -(-length // page)]
         tokens = rearrange(cache_BKNC[blocks], "p kv n c -> (p n) kv c")[:length]
         out_THD[start:stop] = attention(
             query_THD[start:stop], tokens[..., :size], tokens[..., size:],

@@ -54,7 +54,7 @@ def test_a_padded_batch_equals_each_request_alone(layout: str, padding: int) -> 
             torch.cat((slots, torch.tensor([-1]))),
         )
     starts = torch.tensor([0, 1, 19, 26, 26], dtype=torch.int32)
-    metadata = TiersMetadata(sum(queries), starts, torch.tensor(lengths, dtype=torch.int32), table)
+    metadata = TiersMetadata(table, torch.tensor(lengths, dtype=torch.int32), starts, 18, 64, sum(queries))
     actual = torch.full_like(query, float("nan"))
     impl.forward(layer, query, query, query, cache, metadata, actual)
 
