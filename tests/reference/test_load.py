@@ -190,7 +190,9 @@ def test_a_tensor_of_integers_or_bytes_is_refused(dtype: torch.dtype, state: dic
     state["layers.3.mixer.o_proj.weight"] = torch.zeros(64, 64).to(dtype)
     folder = save_model(tmp_path, tiny_config(), state)
     assert_refused(
-        folder, f"model.safetensors: layers.3.mixer.o_proj.weight is {dtype}", "expected float32, float16 or bfloat16"
+        folder,
+        f"model.safetensors: layers.3.mixer.o_proj.weight is {dtype}",
+        "expected a floating-point type of 16 bits or more",
     )
 
 

@@ -25,19 +25,22 @@ def test_registering_twice_is_the_same_as_once() -> None:
 
 
 @pytest.mark.parametrize("found", ["0.26.0", "0.33.1", None])
-def test_an_unknown_vllm_gets_one_line_and_nothing_else(
-    found: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_vllm_gets_one_line_and_nothing_else(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "vllm_version", lambda: found)
     # Whatever registration would import must not be touched: it may not exist in that version.
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
-    # vLLM, once imported, keeps its records from the root logger.
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    register()
-    assert [record.message for record in caplog.records] == [
-        f"vllm-tiers registers nothing: {compat.unsupported_version()}"
-    ]
-    assert (found or "not installed") in caplog.text
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.tiers")
+    logger.addHandler(handler)
+    try:
+        register()
+    finally:
+        logger.removeHandler(handler)
+    (record,) = records
+    assert record.getMessage() == f"vllm-tiers registers nothing: {compat.unsupported_version()}"
+    assert (found or "not installed") in record.getMessage()
 
 
 def test_a_fresh_vllm_process_finds_the_plugin_and_the_model(tmp_path: Path) -> None:
