@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -25,9 +27,13 @@ from vllm.v1.attention.backend import (
 from tiers.reference.errors import ServingError
 from tiers.reference.ops.attention import Pattern
 from tiers.reference.ops.paged_attention import Batch
-from tiers.vllm_model import dispatch
+from tiers.vllm_model import dispatch, serving
 from tiers.vllm_model.compat import BACKEND_NAME
+from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.plan import Tier
+from tiers.vllm_model.self_check import self_check
+
+logger = init_logger("vllm.tiers")
 
 
 @dataclass
@@ -42,6 +48,17 @@ class TiersMetadata(Batch, AttentionMetadata):
 
 
 class TiersMetadataBuilder(AttentionMetadataBuilder[TiersMetadata]):
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Full graphs of decode steps if every layer of ours can be captured; the reference asks for lengths on the host."""
+        config = vllm_config.model_config.hf_config.model
+        tiers = {
+            choice.tier
+            for choice in serving.choose_tiers(vllm_config)
+            if choice.operator == "attention" and not dispatch.is_native(config.layers[choice.layer].mixer, choice.tier)
+        }
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if tiers <= {Tier.FAST} else AttentionCGSupport.NEVER
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -81,7 +98,7 @@ class TiersAttentionImpl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         *,
         pattern: Pattern,
-        tier: Tier,
+        choice: Choice,
     ) -> None:
         if kv_cache_dtype not in TiersAttentionBackend.supported_kv_cache_dtypes:
             raise ServingError(f"--kv-cache-dtype is {kv_cache_dtype}; expected auto, float16 or bfloat16")
@@ -93,9 +110,11 @@ class TiersAttentionImpl(AttentionImpl):
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
         self.scale, self.softcap = float(scale), logits_soft_cap
         self.kv_cache_dtype = kv_cache_dtype
-        self.pattern, self.tier = pattern, tier
+        self.pattern, self.choice, self.tier = pattern, choice, choice.tier
         self.slopes_H = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self.paged_attention = dispatch.function("paged_attention", tier)
+        self.paged_attention = dispatch.function("paged_attention", self.tier)
+        # The reference needs no proof; any other tier is compared with it once, on the cache that it will work on.
+        self.proved = self.tier is Tier.REFERENCE
 
     def forward(
         self,
@@ -114,6 +133,14 @@ class TiersAttentionImpl(AttentionImpl):
             raise ServingError("fused output quantization of attention is not supported; turn its fusion pass off")
         if attn_metadata is None:  # the run that measures memory; there is no cache yet
             return output.fill_(0)
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not self.proved and not capturing:
+            self._prove(kv_cache)
+        if capturing and self.tier is Tier.REFERENCE:
+            raise ServingError(
+                f"layer {self.choice.layer} fell back to the reference, which cannot be part of the full CUDA graphs that "
+                f"this start chose; start again with --tiers 'auto,{self.choice.layer}.attention=reference'"
+            )
         dispatch.COUNTS["attention", self.tier.value] += 1
         if self.slopes_H is not None and self.slopes_H.device != query.device:
             self.slopes_H = self.slopes_H.to(query.device)
@@ -124,6 +151,28 @@ class TiersAttentionImpl(AttentionImpl):
         )  # fmt: skip
         output[tokens:] = 0
         return output
+
+    def _prove(self, kv_cache: Tensor) -> None:
+        """Compare the tier with the reference on this layer's cache; on failure serve from the reference, or stop.
+
+        Raises:
+            ServingError: the tier failed and the plan asked for it by name.
+        """
+        self.proved = True
+        failure = self_check(
+            self.paged_attention, kv_cache, self.num_heads,
+            scale=self.scale, pattern=self.pattern, slopes_H=self.slopes_H, softcap=self.softcap,
+        )  # fmt: skip
+        if failure is None:
+            return
+        where = f"layer {self.choice.layer}: attention on tier {self.tier.value} {failure}"
+        if self.choice.named:
+            raise ServingError(
+                f"{where}. Use another tier for it: --tiers 'auto,{self.choice.layer}.attention=reference'"
+            )
+        logger.warning("%s; this layer is served by the reference", where)
+        self.tier = Tier.REFERENCE
+        self.paged_attention = dispatch.function("paged_attention", self.tier)
 
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

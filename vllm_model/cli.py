@@ -134,12 +134,12 @@ def _serve(args: argparse.Namespace, rest: list[str]) -> None:
 
 def _plan(args: argparse.Namespace, rest: list[str]) -> None:
     from tiers.reference.config import ModelConfig
-    from tiers.vllm_model.dispatch import resolve, table
+    from tiers.vllm_model.dispatch import Where, resolve, table
     from tiers.vllm_model.plan import TierPlan
 
     config = ModelConfig.from_json(args.model)
     device = args.device or _device()
-    choices = resolve(config, TierPlan.parse(args.tiers, config), device)
+    choices = resolve(config, TierPlan.parse(args.tiers, config), Where(device))
     print(f"{args.model}: plan {args.tiers} on {device}")
     print(table(choices, config))
 

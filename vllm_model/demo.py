@@ -112,11 +112,11 @@ def _tier_table(log: Path) -> str:
     first = next((i for i, row in enumerate(rows) if row.startswith("layers ")), None)
     if first is not None:
         return "\n".join(rows[first:])
-    from tiers.vllm_model.dispatch import resolve, table
+    from tiers.vllm_model.dispatch import Where, resolve, table
     from tiers.vllm_model.plan import TierPlan
 
     config = ModelConfig.from_dict(demo_model.CONFIG)
-    return table(resolve(config, TierPlan.parse("auto", config), "cpu"), config)
+    return table(resolve(config, TierPlan.parse("auto", config), Where("cpu")), config)
 
 
 @contextmanager

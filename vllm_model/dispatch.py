@@ -9,13 +9,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tiers.reference.config import Layer, ModelConfig
+from tiers.reference.config import Alibi, Attention, Dense, Layer, ModelConfig, Window
 from tiers.reference.errors import PlanError
 from tiers.vllm_model.plan import Tier, TierPlan
 
 # Operator of a plan -> the functions it stands for -> tier -> module. The function carries the name of its module.
 OPS: Mapping[str, Mapping[str, Mapping[Tier, str]]] = {
-    "attention": {"paged_attention": {Tier.REFERENCE: "tiers.reference.ops.paged_attention"}},
+    "attention": {
+        "paged_attention": {
+            Tier.REFERENCE: "tiers.reference.ops.paged_attention",
+            # For top-k; dense attention of this tier is vLLM's own, see `is_native`.
+            Tier.FAST: "tiers.vllm_model.ops.paged_attention",
+        }
+    },
     "gate": {
         "knowledge_gate": {Tier.REFERENCE: "tiers.reference.ops.knowledge_gate"},
         "knowledge_bank": {Tier.REFERENCE: "tiers.reference.ops.knowledge_bank"},
@@ -24,18 +30,39 @@ OPS: Mapping[str, Mapping[str, Mapping[Tier, str]]] = {
 
 FASTEST_FIRST = tuple(reversed(Tier))
 
+# Head sizes that vLLM's CPU attention was built for.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
 # (operator, tier) -> calls in this process.
 COUNTS: Counter[tuple[str, str]] = Counter()
 
 
 @dataclass(frozen=True)
+class Where:
+    """Where a model is to run, as far as it is known.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        block_size: tokens per block of the cache; None where vLLM has not chosen it yet.
+    """
+
+    device: str
+    block_size: int | None = None
+
+
+@dataclass(frozen=True)
 class Choice:
-    """The tier that serves one operator of one layer, and why no faster one does."""
+    """The tier that serves one operator of one layer, and why no faster one does.
+
+    Attributes:
+        named: the plan asked for this tier by name, so that nothing else may serve instead.
+    """
 
     layer: int
     operator: str
     tier: Tier
     passed_over: tuple[str, ...] = ()
+    named: bool = False
 
 
 def function(name: str, tier: Tier) -> Callable[..., Any]:
@@ -46,20 +73,48 @@ def function(name: str, tier: Tier) -> Callable[..., Any]:
     raise KeyError(name)
 
 
-def unsupported(operator: str, tier: Tier, layer: Layer, device: str) -> str | None:
-    """Why a tier cannot serve an operator of a layer, or None if it can. Looks at the config and the device only."""
+def unsupported(operator: str, tier: Tier, layer: Layer, where: Where) -> str | None:
+    """Why a tier cannot serve an operator of a layer, or None if it can."""
     if any(tier not in tiers for tiers in OPS[operator].values()):
         return f"no {tier.value} implementation"
+    if operator == "attention" and tier is Tier.FAST:
+        return _fast_attention(layer.mixer, where)
     return None
 
 
-def resolve(config: ModelConfig, plan: TierPlan, device: str) -> tuple[Choice, ...]:
+def is_native(mixer: Attention, tier: Tier) -> bool:
+    """Whether vLLM's own attention serves a layer: dense attention of the fast tier."""
+    return tier is Tier.FAST and isinstance(mixer.pattern, Dense)
+
+
+def _fast_attention(mixer: Attention, where: Where) -> str | None:
+    pattern, size = mixer.pattern, mixer.head_dim
+    if isinstance(pattern, Window):
+        return "no fast implementation of pattern window"
+    if isinstance(pattern, Dense):
+        if where.device == "cpu":
+            if size not in CPU_HEAD_SIZES:
+                return f"vLLM's CPU attention has no head size {size}"
+            if where.block_size is not None and where.block_size % 32:
+                return f"vLLM's CPU attention needs a block size of a multiple of 32, not {where.block_size}"
+            return None
+        if isinstance(mixer.position, Alibi) or mixer.softcap is not None:
+            return "dense attention with ALiBi or softcap is not handed to vLLM's CUDA kernels yet"
+        return None if size >= 32 and size % 8 == 0 else f"head size {size} is not a multiple of 8 from 32 on"
+    if where.device != "cuda":
+        return "needs CUDA"
+    if size % 8 or not 32 <= size <= 256:
+        return f"head size {size} is not a multiple of 8 from 32 to 256"
+    return f"k is {pattern.k}, above 8192" if pattern.k > 8192 else None
+
+
+def resolve(config: ModelConfig, plan: TierPlan, where: Where) -> tuple[Choice, ...]:
     """Choose the tier of every operator of every layer.
 
     Args:
         config: the model.
         plan: the user's wishes.
-        device: "cpu" or "cuda".
+        where: the machine.
 
     Returns:
         One choice per operator and layer, in order.
@@ -70,17 +125,17 @@ def resolve(config: ModelConfig, plan: TierPlan, device: str) -> tuple[Choice, .
     choices = []
     for (index, operator), wish in plan.wishes.items():
         layer = config.layers[index]
-        reasons = {tier: unsupported(operator, tier, layer, device) for tier in FASTEST_FIRST}
+        reasons = {tier: unsupported(operator, tier, layer, where) for tier in FASTEST_FIRST}
         valid = [tier for tier, reason in reasons.items() if reason is None]
         if wish is not None and reasons[wish] is not None:
             raise PlanError(
-                f"plan {plan.text!r}: layer {index} cannot run {operator} on tier {wish.value}: {reasons[wish]} on {device}. "
+                f"plan {plan.text!r}: layer {index} cannot run {operator} on tier {wish.value}: {reasons[wish]} (on {where.device}). "
                 f"Valid for this layer: auto, {', '.join(tier.value for tier in valid)}"
             )
         tier = wish or valid[0]
         faster = FASTEST_FIRST[: FASTEST_FIRST.index(tier)]
         passed_over = tuple(f"{t.value}: {reasons[t] or 'not asked for'}" for t in faster)
-        choices.append(Choice(index, operator, tier, passed_over))
+        choices.append(Choice(index, operator, tier, passed_over, wish is not None))
     return tuple(choices)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tiers.reference.errors import ServingError
 from tiers.reference.load import check_folder, weights
 from tiers.vllm_model import compat
-from tiers.vllm_model.dispatch import resolve
+from tiers.vllm_model.dispatch import Where, resolve
 from tiers.vllm_model.plan import AUTO, TierPlan
 from tiers.vllm_model.serving import Options, check_options
 
@@ -67,7 +67,7 @@ def serve(folder: Path, plan: str | None, flags: Sequence[str]) -> None:
     if plan is not None:
         args.additional_config = {**(args.additional_config or {}), "tiers": plan}
     text = (args.additional_config or {}).get("tiers", AUTO)
-    resolve(config, TierPlan.parse(text, config), compat.device_type())
+    resolve(config, TierPlan.parse(text, config), Where(compat.device_type(), args.block_size))
     command.cmd(args)
 
 

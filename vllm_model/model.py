@@ -6,6 +6,7 @@ Legend: T packed tokens, M model width, H query heads of this rank, KV key/value
 import functools
 from collections.abc import Iterable
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ from tiers.reference.model import slopes
 from tiers.reference.ops.rope import rope_table
 from tiers.vllm_model import dispatch, serving, weights
 from tiers.vllm_model.backend import TiersAttentionBackend
+from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.gate import KnowledgeGate
-from tiers.vllm_model.plan import Tier
 
 logger = init_logger("vllm.tiers")
 
@@ -80,7 +81,7 @@ def _make_rope(
 
 class TiersAttention(nn.Module):
     def __init__(
-        self, config: c.Attention, model: c.ModelConfig, tier: Tier, vllm_config: VllmConfig, prefix: str
+        self, config: c.Attention, model: c.ModelConfig, choice: Choice, vllm_config: VllmConfig, prefix: str
     ) -> None:
         super().__init__()
         ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
@@ -108,11 +109,13 @@ class TiersAttention(nn.Module):
             all_slopes = layout.arrange(all_slopes, 1, dim=0, copy=True)[
                 rank * self.num_heads : (rank + 1) * self.num_heads
             ]
+        ours: dict[str, Any] = {}
+        if not dispatch.is_native(config, choice.tier):
+            ours = {"attn_backend": TiersAttentionBackend, "pattern": config.pattern, "choice": choice}
         self.attn = Attention(
             self.num_heads, config.head_dim, config.softmax_scale, num_kv_heads=self.num_kv_heads,
             alibi_slopes=None if all_slopes is None else all_slopes.tolist(), cache_config=vllm_config.cache_config,
-            quant_config=quant_config, logits_soft_cap=config.softcap, prefix=f"{prefix}.attn",
-            attn_backend=TiersAttentionBackend, pattern=config.pattern, tier=tier,
+            quant_config=quant_config, logits_soft_cap=config.softcap, prefix=f"{prefix}.attn", **ours,
         )  # fmt: skip
 
     def forward(self, positions: Tensor, x: Tensor) -> Tensor:
@@ -168,7 +171,7 @@ class TiersLayer(nn.Module):
     RMSNorm can add and normalise in one pass; None where there is nothing to add."""
 
     def __init__(
-        self, config: c.Layer, model: c.ModelConfig, tiers: dict[str, Tier], vllm_config: VllmConfig, prefix: str
+        self, config: c.Layer, model: c.ModelConfig, choices: dict[str, Choice], vllm_config: VllmConfig, prefix: str
     ) -> None:
         super().__init__()
         quant_config = vllm_config.quant_config
@@ -176,7 +179,7 @@ class TiersLayer(nn.Module):
         self.parallel = model.residual == "parallel"
         self.multiplier = model.residual_multiplier
         self.mixer_norm = make_norm(model.norm, width)
-        self.mixer = TiersAttention(config.mixer, model, tiers["attention"], vllm_config, f"{prefix}.mixer")
+        self.mixer = TiersAttention(config.mixer, model, choices["attention"], vllm_config, f"{prefix}.mixer")
         self.ffn_norm = make_norm(model.norm, width)
         if isinstance(config.ffn, c.Swiglu):
             self.ffn: nn.Module = SwigluFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
@@ -185,7 +188,7 @@ class TiersLayer(nn.Module):
         self.gate = None
         if config.gate is not None:
             self.gate = KnowledgeGate(
-                config.gate, width, model.vocab_size, tiers["gate"], quant_config, f"{prefix}.gate"
+                config.gate, width, model.vocab_size, choices["gate"].tier, quant_config, f"{prefix}.gate"
             )
 
     def forward(
@@ -239,8 +242,8 @@ class TiersModel(nn.Module):
 
         def make_layer(prefix: str) -> TiersLayer:
             index = int(prefix.rpartition(".")[2])
-            tiers = {choice.operator: choice.tier for choice in choices if choice.layer == index}
-            return TiersLayer(model.layers[index], model, tiers, vllm_config, prefix)
+            own = {choice.operator: choice for choice in choices if choice.layer == index}
+            return TiersLayer(model.layers[index], model, own, vllm_config, prefix)
 
         self.start_layer, self.end_layer, self.layers = make_layers(
             model.num_hidden_layers, make_layer, prefix=f"{prefix}.layers"

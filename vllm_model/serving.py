@@ -15,7 +15,7 @@ from tiers.reference.errors import ConfigError, ServingError
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import check_folder, check_headers
 from tiers.vllm_model import compat
-from tiers.vllm_model.dispatch import Choice, resolve
+from tiers.vllm_model.dispatch import Choice, Where, resolve
 from tiers.vllm_model.plan import AUTO, TierPlan
 
 # vLLM prints loggers below its own name.
@@ -194,4 +194,6 @@ def choose_tiers(vllm_config: Any) -> tuple[Choice, ...]:
     if not isinstance(text, str):
         raise ConfigError(f"additional-config: tiers is {text!r}; expected text such as auto or 0-3=reference")
     config: ModelConfig = vllm_config.model_config.hf_config.model
-    return resolve(config, TierPlan.parse(text, config), compat.device_type())
+    return resolve(
+        config, TierPlan.parse(text, config), Where(compat.device_type(), vllm_config.cache_config.block_size)
+    )

@@ -88,7 +88,8 @@ def make_batch(
         cache = torch.full((blocks, page, kv_heads, 2 * size), float("nan"), dtype=dtype).permute(0, 2, 1, 3)
     order = iter(torch.randperm(blocks, generator=generator).tolist())
     # Stale entries lie outside the cache: reading one would raise.
-    table = torch.tensor([10**6, -(10**6)]).repeat(len(requests), 4)[:, : max(needed) + 2].to(torch.int32)
+    table = torch.full((len(requests), max(needed) + 2), 10**6, dtype=torch.int32)
+    table[:, 1::2] *= -1
     for request, number in enumerate(needed):
         for i in range(number):
             block = table[request, i] = next(order)

@@ -9,7 +9,10 @@ from torch import Tensor
 from tiers.reference.config import Dense, TopK
 from tiers.reference.errors import ServingError
 from tiers.reference.ops.attention import attention
+from tiers.reference.ops.paged_attention import paged_attention
+from tiers.vllm_model import backend, dispatch
 from tiers.vllm_model.backend import TiersAttentionImpl, TiersMetadata
+from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.plan import Tier
 
 HEADS, KV_HEADS, SIZE, PAGE, BLOCKS = 4, 2, 8, 16, 12
@@ -18,7 +21,7 @@ HEADS, KV_HEADS, SIZE, PAGE, BLOCKS = 4, 2, 8, 16, 12
 def make_impl(**changes: Any) -> TiersAttentionImpl:
     options: dict[str, Any] = {
         "num_heads": HEADS, "head_size": SIZE, "scale": 0.3, "num_kv_heads": KV_HEADS, "alibi_slopes": None,
-        "sliding_window": None, "kv_cache_dtype": "auto", "pattern": TopK(k=4, sink=1, window=2), "tier": Tier.REFERENCE,
+        "sliding_window": None, "kv_cache_dtype": "auto", "pattern": TopK(k=4, sink=1, window=2), "choice": Choice(0, "attention", Tier.REFERENCE),
     }  # fmt: skip
     return TiersAttentionImpl(**{**options, **changes})
 
@@ -92,3 +95,63 @@ def test_a_cache_of_lower_precision_is_written_rounded() -> None:
 def test_what_no_tier_computes_is_refused(change: dict[str, Any], expected: str) -> None:
     with pytest.raises(ServingError, match=expected):
         make_impl(**change)
+
+
+def make_fast_impl(function: Any, named: bool) -> TiersAttentionImpl:
+    """An impl whose fast tier is `function`, as if it had been chosen on this machine."""
+    impl = make_impl(choice=Choice(7, "attention", Tier.FAST, named=named))
+    impl.paged_attention = function
+    return impl
+
+
+def off_by_a_little(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    return paged_attention(query, *args, **options) * 1.01
+
+
+def does_not_compile(*args: Any, **options: Any) -> Tensor:
+    raise RuntimeError("out of resource: shared memory")
+
+
+def step(impl: TiersAttentionImpl) -> tuple[Tensor, Tensor, Tensor]:
+    """A decode step of one request on a cache of random numbers; output, expected output, and the cache before it."""
+    cache = torch.randn(BLOCKS, KV_HEADS, PAGE, 2 * SIZE)
+    before = cache.clone()
+    metadata = TiersMetadata(torch.tensor([[4]]), torch.tensor([9]), torch.tensor([0, 1]), 1, 9, 1)
+    query = torch.randn(1, HEADS, SIZE)
+    out = impl.forward(torch.nn.Module(), query, query, query, cache, metadata, torch.empty_like(query))
+    assert torch.equal(cache, before), "the check has to leave the cache as it was"
+    expected = paged_attention(query, cache, metadata, scale=0.3, pattern=impl.pattern)
+    return out, expected, cache
+
+
+def test_a_tier_that_agrees_with_the_reference_serves() -> None:
+    impl = make_fast_impl(paged_attention, named=False)
+    dispatch.COUNTS.clear()
+    out, expected, _ = step(impl)
+    assert torch.equal(out, expected)
+    assert dict(dispatch.COUNTS) == {("attention", "fast"): 1}
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(off_by_a_little, "differs from the reference by 0.01"), (does_not_compile, "out of resource: shared memory")],
+)
+def test_under_auto_a_tier_that_fails_takes_its_layer_down(
+    function: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(backend.logger, "warning", lambda message, *args: warnings.append(message % args))
+    impl = make_fast_impl(function, named=False)
+    dispatch.COUNTS.clear()
+    out, expected, _ = step(impl)
+    assert torch.equal(out, expected)
+    assert dict(dispatch.COUNTS) == {("attention", "reference"): 1}
+    assert len(warnings) == 1
+    assert "layer 7" in warnings[0]
+    assert reason in warnings[0]
+
+
+@pytest.mark.parametrize("function", [off_by_a_little, does_not_compile])
+def test_a_tier_that_was_named_and_fails_stops(function: Any) -> None:
+    with pytest.raises(ServingError, match="layer 7: attention on tier fast"):
+        step(make_fast_impl(function, named=True))

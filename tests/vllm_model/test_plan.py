@@ -11,7 +11,7 @@ from tiers.reference.config import ModelConfig
 from tiers.reference.errors import PlanError
 from tiers.reference.testing.tiny import tiny_config
 from tiers.vllm_model import dispatch
-from tiers.vllm_model.dispatch import OPS, Choice, resolve, table
+from tiers.vllm_model.dispatch import OPS, Choice, Where, resolve, table
 from tiers.vllm_model.plan import OPERATORS, Tier, TierPlan
 
 # Four layers; gates in the last two.
@@ -106,7 +106,7 @@ def test_wrong_rules_are_refused(text: str, parts: list[str]) -> None:
 
 
 def plan_and_resolve(text: str) -> dict[tuple[int, str], Choice]:
-    choices = resolve(CONFIG, TierPlan.parse(text, CONFIG), "cpu")
+    choices = resolve(CONFIG, TierPlan.parse(text, CONFIG), Where("cpu"))
     assert sorted((choice.layer, choice.operator) for choice in choices) == sorted(KEYS)
     return {(choice.layer, choice.operator): choice for choice in choices}
 
@@ -119,7 +119,7 @@ def serve_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, set[Tier]
         monkeypatch.setattr(
             dispatch,
             "unsupported",
-            lambda operator, tier, layer, device: None if tier in tiers[operator] else f"no {tier.value} today",
+            lambda operator, tier, layer, where: None if tier in tiers[operator] else f"no {tier.value} today",
         )
 
     return pretend
@@ -146,7 +146,9 @@ def test_auto_takes_the_fastest_that_serves(serve_only: Any) -> None:
 def test_a_slower_tier_asked_for_is_taken(serve_only: Any) -> None:
     serve_only({"attention": {R, C, F}, "gate": {R, F}})
     choices = plan_and_resolve("auto,1=reference,3.gate=reference")
-    assert choices[1, "attention"] == Choice(1, "attention", R, ("fast: not asked for", "compiled: not asked for"))
+    assert choices[1, "attention"] == Choice(
+        1, "attention", R, ("fast: not asked for", "compiled: not asked for"), named=True
+    )
     assert choices[3, "gate"].passed_over == ("fast: not asked for", "compiled: no compiled today")
     assert choices[2, "gate"].tier is F
 
@@ -156,7 +158,7 @@ def test_a_tier_that_cannot_serve_lists_the_valid_ones(serve_only: Any) -> None:
     with pytest.raises(PlanError) as caught:
         plan_and_resolve("auto,*.gate=fast")
     assert str(caught.value) == (
-        "plan 'auto,*.gate=fast': layer 2 cannot run gate on tier fast: no fast today on cpu. "
+        "plan 'auto,*.gate=fast': layer 2 cannot run gate on tier fast: no fast today (on cpu). "
         "Valid for this layer: auto, compiled, reference"
     )
 
@@ -174,7 +176,7 @@ def test_a_tier_that_is_missing_from_the_table_cannot_serve(monkeypatch: pytest.
 def test_the_table_has_a_line_per_run_of_layers(serve_only: Any) -> None:
     serve_only({"attention": {R, F}, "gate": {R}})
     config = ModelConfig.from_dict(tiny_config(num_hidden_layers=6))
-    text = table(resolve(config, TierPlan.parse("auto,5=reference", config), "cpu"), config)
+    text = table(resolve(config, TierPlan.parse("auto,5=reference", config), Where("cpu")), config)
     assert text.splitlines()[0].split() == ["layers", "operator", "what", "tier", "why", "not", "faster"]
     names = [line.split()[:2] for line in text.splitlines()[1:]]
     assert names == [
@@ -186,7 +188,7 @@ def test_the_table_has_a_line_per_run_of_layers(serve_only: Any) -> None:
 def test_the_table_joins_layers_that_are_alike(serve_only: Any) -> None:
     serve_only({"attention": {R, F}})
     alike = ModelConfig.from_dict(tiny_config(layers={}))
-    text = table(resolve(alike, TierPlan.parse("auto,3=reference", alike), "cpu"), alike)
+    text = table(resolve(alike, TierPlan.parse("auto,3=reference", alike), Where("cpu")), alike)
     assert [line.split()[:2] for line in text.splitlines()[1:]] == [["0-2", "attention"], ["3", "attention"]]
     assert "topk k=8 sink=1 window=2, rope, 4 heads / 2 kv interleaved" in text
     assert text.splitlines()[2].endswith("fast: not asked for; compiled: no compiled today")
@@ -196,7 +198,7 @@ def test_the_table_does_not_join_across_a_gap(serve_only: Any) -> None:
     serve_only({"attention": {R}, "gate": {R}})
     gate = {"gate": {"mode": "mix", "source": "token"}}
     config = ModelConfig.from_dict(tiny_config(layers={"0-1": gate, "3": gate}))
-    text = table(resolve(config, TierPlan.parse("auto", config), "cpu"), config)
+    text = table(resolve(config, TierPlan.parse("auto", config), Where("cpu")), config)
     assert [line.split()[:2] for line in text.splitlines()[1:]] == [
         ["0-3", "attention"],
         ["0-1", "gate"],

@@ -1,4 +1,4 @@
-"""Exact top-k attention over a paged cache, in Triton. Same contract as the reference; see `supports` for its limits.
+"""Exact top-k attention over a paged cache, in Triton. Same contract as the reference; dispatch.py knows its limits.
 
 Legend: T packed query tokens, R requests, H query heads, KV key/value heads, G query heads per key/value head, D head
 size, B blocks in the cache, N tokens per block, L longest context of the step (rounded up), Q rows that choose keys:
@@ -8,13 +8,14 @@ Each step is a kernel; a row is a token and what chooses for itself:
 
 1. `_scores`: every key is read once. Scores go to a workspace in float32, and with them the largest candidate score of
    each tile of 16 keys.
-2. `_tiles`: a lower bound of the threshold is the k-th largest of those tile maxima, since k tiles hold a score at least
-   that large. The tiles whose maximum reaches the bound are listed; there are hardly more than k.
-3. `_candidates`: of the scores in those tiles, the ones that reach the bound are listed; for k = 256 of 32768 keys with
-   independent scores there are about 273.
-4. `_select`: the exact threshold is searched among these. The keys that reach it, the sink and the window get their
-   softmax weights, listed with the place of their values.
-5. `_gather`: only the listed values are read. With few rows each list is cut into parts, which `_sum` adds up.
+2. `_choose`, in stages. `_bound`: a lower bound of the threshold is the k-th largest of those tile maxima, since k tiles
+   hold a score at least that large; the tiles whose maximum reaches it are listed, and there are hardly more than k.
+   `_candidates`: of the scores in those tiles, the ones that reach the bound are listed; for k = 256 of 32768 keys with
+   independent scores there are about 273. `_threshold`: the exact threshold is searched among these. The keys that
+   reach it, the sink and the window get their softmax weights, listed with the place of their values.
+3. `_gather`: only the listed values are read. Where a group chooses together, the scores of its heads are not kept but
+   computed again for the listed keys, which are few: `_gather_group`. With few rows each list is cut into parts, which
+   `_merge` puts together.
 
 Nothing depends on the lengths on the host where every request has one query token, so the step can be captured.
 """
@@ -51,9 +52,13 @@ def paged_attention(
     """Same contract as the reference; needs a top-k pattern and contiguous head groups of one size."""
     if not isinstance(pattern, TopK) or head_map is not None:
         raise ValueError(f"pattern is {pattern}, head_map {head_map}; expected a top-k pattern and contiguous groups")
-    tokens, heads, size = query_THD.shape
+    tokens, heads = query_THD.shape[:2]
     # Every row is written, rows of padding requests with zeros; only rows past all requests need a fill.
-    out_THD = torch.empty_like(query_THD) if batch.max_query == 1 and tokens == len(batch.lengths_R) else torch.zeros_like(query_THD)
+    out_THD = (
+        torch.empty_like(query_THD)
+        if batch.max_query == 1 and tokens == len(batch.lengths_R)
+        else torch.zeros_like(query_THD)
+    )
     options = (scale, pattern, slopes_H, softcap)
     if batch.max_query == 1:
         # Token r belongs to request r (padding requests, at the end, have none): no length is needed on the host.
@@ -109,7 +114,9 @@ def _run(
     else:
         lengths, starts = batch.host
         longest = max(lengths[first:last])
-        per_request = min(rows, max(b - a for a, b in zip(starts[first:last], starts[first + 1 : last + 1], strict=True)))
+        per_request = min(
+            rows, max(b - a for a, b in zip(starts[first:last], starts[first + 1 : last + 1], strict=True))
+        )
     by_group = pattern.share == "group"
     choosers = kv_heads if by_group else heads
 
@@ -126,20 +133,19 @@ def _run(
     def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    scores = scratch(rows, heads, width, dtype=torch.float32)
-    # What the keys are ranked by: the score itself, or the largest of a group's.
-    ranks = scratch(rows, choosers, width, dtype=torch.float32) if by_group else scores
+    # What keys are ranked by: the score, or the largest of a group's scores.
+    ranks = scratch(rows, choosers, width, dtype=torch.float32)
     maxima = scratch(rows, choosers, tiles, dtype=torch.float32)
-    tile_ids, bounds = scratch(rows, choosers, tiles), scratch(rows, choosers, 2)
-    listed, keys, counts = scratch(rows, choosers, width), scratch(rows, choosers, width), scratch(rows, choosers)
+    tile_ids = scratch(rows, choosers, tiles)
+    listed, keys = scratch(rows, choosers, width), scratch(rows, choosers, width)
 
     requests = last - first
     blocks = -(-per_request // block_q)
     splits = max(1, min(width // block_s, TARGET_PROGRAMS // max(1, requests * blocks * kv_heads)))
     precision = "ieee" if query_THD.dtype == torch.float32 else "tf32"
-    slopes = slopes_H if slopes_H is not None else scores  # never read without slopes
+    slopes = slopes_H if slopes_H is not None else ranks  # never read without slopes
     _scores[(requests * blocks, kv_heads, splits)](
-        query_THD, cache_BKNC, batch.block_table_RP, batch.lengths_R, batch.starts_R1, slopes, scores, ranks, maxima,
+        query_THD, cache_BKNC, batch.block_table_RP, batch.lengths_R, batch.starts_R1, slopes, ranks, maxima,
         first, start, stop, blocks, scale, softcap or 0.0, pattern.sink, pattern.window, size,
         query_THD.stride(0), query_THD.stride(1),
         cache_BKNC.stride(0), cache_BKNC.stride(1), cache_BKNC.stride(2),
@@ -151,46 +157,41 @@ def _run(
 
     single = batch.max_query == 1
     request_of = batch.lengths_R if single else _requests(batch, first, last, start, rows)
-    common = (batch.lengths_R, batch.starts_R1, request_of, start)
-    block_t = triton.next_power_of_2(tiles)
-    _tiles[(rows, choosers)](
-        maxima, *common, tile_ids, bounds, pattern.k, tiles,
-        SINGLE=single, TILE=tile, BLOCK_T=block_t, num_warps=4 if block_t <= 2048 else 8,
-    )  # fmt: skip
-    many = pattern.k >= 1024
-    _candidates[(rows, choosers)](
-        ranks, *common, tile_ids, bounds, listed, keys, counts, pattern.sink, pattern.window, width, tiles,
-        SINGLE=single, TILE=tile, BLOCK=4096 if many else 1024, num_warps=16 if many else 4,
-    )  # fmt: skip
-
-    # One weight per key and head of the chooser. Lists can only be as long as the context.
-    per_list = group if by_group else 1
-    block_w = block_g if by_group else 1
-    weights = scratch(rows, choosers, per_list, width, dtype=torch.float32)
+    weights = scratch(rows, choosers, 1 if by_group else width, dtype=torch.float32)
     slots, kept = scratch(rows, choosers, width, dtype=torch.int64), scratch(rows, choosers)
+    block_t = triton.next_power_of_2(tiles)
     block_l = min(4096, max(512, triton.next_power_of_2(2 * pattern.k)))
-    _select[(rows, choosers)](
-        scores, batch.block_table_RP, *common, listed, keys, counts, weights, slots, kept,
-        pattern.k, pattern.sink, pattern.window, width, batch.block_table_RP.stride(0),
-        SINGLE=single, H=heads, W=per_list, N=page, BLOCK_L=block_l, BLOCK_E=512, BLOCK_W=block_w,
-        num_warps=4 if block_l > 1024 or by_group else 1,
+    _choose[(rows, choosers)](
+        ranks, maxima, batch.block_table_RP, batch.lengths_R, batch.starts_R1, request_of, start,
+        tile_ids, listed, keys, weights, slots, kept,
+        pattern.k, pattern.sink, pattern.window, width, tiles, batch.block_table_RP.stride(0),
+        SINGLE=single, GROUP=by_group, N=page, TILE=tile, BLOCK_T=block_t, BLOCK_C=max(1024, block_l),
+        BLOCK_L=block_l, BLOCK_E=512,
+        num_warps=16 if block_l > 1024 else 8 if block_t > 2048 else 4,
     )  # fmt: skip
 
-    parts = max(1, min(-(-(pattern.k + pattern.sink + pattern.window) // 128), TARGET_PROGRAMS // max(1, rows * choosers)))
-    partial = out_THD if parts == 1 else scratch(parts, rows, heads, size, dtype=torch.float32)
-    place = (out_THD.stride(0), out_THD.stride(1)) if parts == 1 else (heads * size, size)
-    _gather[(rows, choosers, parts)](
-        cache_BKNC, weights, slots, kept, partial,
-        start if parts == 1 else 0, width, size,
-        cache_BKNC.stride(0), cache_BKNC.stride(1), cache_BKNC.stride(2), *place,
-        rows * heads * size if parts > 1 else 0,
-        G=group, N=page, W=per_list, BLOCK_W=block_w, BLOCK_N=64, BLOCK_D=block_d, PARTS=parts, GROUP=by_group,
-        PRECISION=precision, num_warps=4, num_stages=2,
-    )  # fmt: skip
+    most = pattern.k + pattern.sink + pattern.window
+    parts = max(1, min(-(-most // 128), TARGET_PROGRAMS // max(1, rows * choosers)))
+    partial = scratch(parts, rows, heads, size, dtype=torch.float32) if parts > 1 else out_THD[start:]
+    stats = scratch(parts, rows, heads, 2, dtype=torch.float32) if by_group and parts > 1 else weights
+    strides = (partial.stride(-3), partial.stride(-2), partial.stride(0) if parts > 1 else 0)
+    where = (cache_BKNC.stride(0), cache_BKNC.stride(1), cache_BKNC.stride(2), *strides)
+    if by_group:
+        _gather_group[(rows, choosers, parts)](
+            query_THD, cache_BKNC, batch.lengths_R, batch.starts_R1, request_of, start, slopes, slots, listed, kept,
+            partial, stats, scale, softcap or 0.0, width, size, query_THD.stride(0), query_THD.stride(1), *where,
+            SINGLE=single, H=heads, G=group, N=page, BLOCK_M=max(16, block_g), BLOCK_N=64, BLOCK_D=block_d, PARTS=parts,
+            SLOPES=slopes_H is not None, SOFTCAP=softcap is not None, PRECISION=precision, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    else:
+        _gather[(rows, choosers, parts)](
+            cache_BKNC, weights, slots, kept, partial, width, size, *where,
+            G=group, N=page, BLOCK_N=64, BLOCK_D=block_d, PARTS=parts, num_warps=4, num_stages=2,
+        )  # fmt: skip
     if parts > 1:
-        _sum[(rows, heads)](
-            partial, out_THD, start, size, rows * heads * size, out_THD.stride(0), out_THD.stride(1),
-            PARTS=parts, BLOCK_D=block_d, num_warps=1,
+        _merge[(rows, heads)](
+            partial, stats, out_THD, start, size, partial.stride(0), out_THD.stride(0), out_THD.stride(1),
+            PARTS=parts, WEIGHTED=by_group, BLOCK_D=block_d, num_warps=1,
         )  # fmt: skip
 
 
@@ -210,8 +211,15 @@ def _ordered(x):
 
 
 @triton.jit
+def _capped(x, softcap):
+    """softcap * tanh(x / softcap), through exp of a negative number, which cannot overflow."""
+    e = tl.exp(-2.0 * tl.abs(x) / softcap)
+    return tl.where(x < 0, -1.0, 1.0) * softcap * (1.0 - e) / (1.0 + e)
+
+
+@triton.jit
 def _scores(
-    q_ptr, cache_ptr, table_ptr, lengths_ptr, starts_ptr, slopes_ptr, scores_ptr, ranks_ptr, maxima_ptr,
+    q_ptr, cache_ptr, table_ptr, lengths_ptr, starts_ptr, slopes_ptr, ranks_ptr, maxima_ptr,
     first_request, first_token, stop_token, blocks, scale, softcap, sink, window, size,
     stride_qt, stride_qh, stride_cb, stride_ch, stride_cn, stride_table, width, tiles,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -257,14 +265,9 @@ def _scores(
         )  # fmt: skip
         x = tl.dot(q, k, input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_S]
         if SOFTCAP:
-            # tanh through exp of a negative number, which cannot overflow
-            e = tl.exp(-2.0 * tl.abs(x) / softcap)
-            x = tl.where(x < 0, -1.0, 1.0) * softcap * (1.0 - e) / (1.0 + e)
+            x = _capped(x, softcap)
         if SLOPES:
             x -= slope[:, None] * (position[:, None] - s[None, :]).to(tl.float32)
-        tl.store(
-            scores_ptr + (row * H + head)[:, None] * width + s[None, :], x, mask=valid[:, None] & (s < keys)[None, :]
-        )
         if GROUP:
             # One row per token from here on; rows of other heads than the group's must not count.
             x = tl.max(tl.reshape(tl.where(valid[:, None], x, float("-inf")), (TOKENS, BLOCK_G, BLOCK_S)), axis=1)
@@ -272,9 +275,9 @@ def _scores(
             chooser = (u - first_token).to(tl.int64) * (H // G) + kv
             some = u < highest
             here = length - end + u
-            tl.store(ranks_ptr + chooser[:, None] * width + s[None, :], x, mask=some[:, None] & (s < keys)[None, :])
         else:
             chooser, some, here = row * H + head, valid, position
+        tl.store(ranks_ptr + chooser[:, None] * width + s[None, :], x, mask=some[:, None] & (s < keys)[None, :])
         candidate = some[:, None] & (s[None, :] >= sink) & (s[None, :] <= here[:, None] - window)
         x = tl.where(candidate, x, float("-inf"))
         t = step * (BLOCK_S // TILE) + tl.arange(0, BLOCK_S // TILE)
@@ -298,17 +301,10 @@ def _row(lengths_ptr, starts_ptr, request_ptr, first_token, SINGLE: tl.constexpr
 
 
 @triton.jit
-def _tiles(
-    maxima_ptr, lengths_ptr, starts_ptr, request_ptr, first_token, ids_ptr, bounds_ptr, k, tiles,
-    SINGLE: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """One program = one row: a lower bound of the k-th largest rank, and the tiles that reach it."""
-    request, position = _row(lengths_ptr, starts_ptr, request_ptr, first_token, SINGLE)
-    if request < 0:
-        return
-    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+def _bound(maxima_ptr, ids_ptr, k, position, TILE: tl.constexpr, BLOCK_T: tl.constexpr):
+    """A lower bound of the k-th largest rank of a row, and how many tiles reach it; lists those tiles."""
     t = tl.arange(0, BLOCK_T)
-    best = tl.load(maxima_ptr + row * tiles + t, mask=t * TILE <= position, other=float("-inf"))
+    best = tl.load(maxima_ptr + t, mask=t * TILE <= position, other=float("-inf"))
     key = _ordered(best)
     nothing = _ordered(tl.full((1,), float("-inf"), tl.float32))  # a tile without candidates
     # The upper 18 bits are enough: a bound that is a little low lists a few tiles more.
@@ -318,61 +314,39 @@ def _tiles(
         count = tl.sum((key >= trial.to(tl.int32)).to(tl.int32))
         bound = tl.where(count >= k, trial, bound)
     reached = (key >= bound.to(tl.int32)) & (key > nothing)
-    place = tl.cumsum(reached.to(tl.int32)) - 1
-    tl.store(ids_ptr + row * tiles + place, t, mask=reached)
-    tl.store(bounds_ptr + row * 2, bound.to(tl.int32))
-    tl.store(bounds_ptr + row * 2 + 1, tl.sum(reached.to(tl.int32)))
+    tl.store(ids_ptr + tl.cumsum(reached.to(tl.int32)) - 1, t, mask=reached)
+    return bound.to(tl.int32), tl.sum(reached.to(tl.int32))
 
 
 @triton.jit
 def _candidates(
-    ranks_ptr, lengths_ptr, starts_ptr, request_ptr, first_token, ids_ptr, bounds_ptr, listed_ptr, keys_ptr, counts_ptr,
-    sink, window, width, tiles,
-    SINGLE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ranks_ptr, ids_ptr, listed_ptr, keys_ptr, bound, reached_tiles, sink, window, position,
+    TILE: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program = one row: the keys in its tiles whose rank reaches the bound, in order of position."""
-    request, position = _row(lengths_ptr, starts_ptr, request_ptr, first_token, SINGLE)
-    if request < 0:
-        return
-    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    bound = tl.load(bounds_ptr + row * 2)
-    entries = tl.load(bounds_ptr + row * 2 + 1) * TILE
+    """List the keys in the listed tiles whose rank reaches the bound, in order of position; returns how many."""
+    entries = reached_tiles * TILE
     found = tl.full((), 0, tl.int32)
-    for begin in range(0, entries, BLOCK):
-        e = begin + tl.arange(0, BLOCK)
-        s = tl.load(ids_ptr + row * tiles + e // TILE, mask=e < entries, other=0) * TILE + e % TILE
+    for begin in range(0, entries, BLOCK_C):
+        e = begin + tl.arange(0, BLOCK_C)
+        s = tl.load(ids_ptr + e // TILE, mask=e < entries, other=0) * TILE + e % TILE
         candidate = (e < entries) & (s >= sink) & (s <= position - window)
-        key = _ordered(tl.load(ranks_ptr + row * width + s, mask=candidate, other=float("-inf")))
+        key = _ordered(tl.load(ranks_ptr + s, mask=candidate, other=float("-inf")))
         reached = candidate & (key >= bound)
-        place = row * width + found + tl.cumsum(reached.to(tl.int32)) - 1
+        place = found + tl.cumsum(reached.to(tl.int32)) - 1
         tl.store(listed_ptr + place, s, mask=reached)
         tl.store(keys_ptr + place, key, mask=reached)
         found += tl.sum(reached.to(tl.int32))
-    tl.store(counts_ptr + row, found)
+    return found
 
 
 @triton.jit
-def _select(
-    scores_ptr, table_ptr, lengths_ptr, starts_ptr, request_ptr, first_token, listed_ptr, keys_ptr, counts_ptr,
-    weights_ptr, slots_ptr, kept_ptr, k, sink, window, width, stride_table,
-    SINGLE: tl.constexpr, H: tl.constexpr, W: tl.constexpr, N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):  # fmt: skip
-    """One program = one row: the exact threshold, and the softmax weight and slot of every key that is kept."""
-    request, position = _row(lengths_ptr, starts_ptr, request_ptr, first_token, SINGLE)
-    chooser = tl.program_id(1)
-    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser
-    if request < 0:
-        tl.store(kept_ptr + row, 0)
-        return
-    count = tl.load(counts_ptr + row)
-
-    # The k-th largest: bit by bit the largest integer that at least k keys reach.
+def _threshold(keys_ptr, count, k, BLOCK_L: tl.constexpr):
+    """The k-th largest of the listed keys: bit by bit the largest integer that at least k of them reach."""
     threshold = tl.full((), -2147483648, tl.int64)
     if count > k:
         if count <= BLOCK_L:
             e = tl.arange(0, BLOCK_L)
-            key = tl.load(keys_ptr + row * width + e, mask=e < count, other=-2147483648)
+            key = tl.load(keys_ptr + e, mask=e < count, other=-2147483648)
             for i in range(32):
                 trial = threshold + (tl.full((), 1, tl.int64) << (31 - i))
                 reach = tl.sum((key >= trial.to(tl.int32)).to(tl.int32))
@@ -383,100 +357,192 @@ def _select(
                 reach = tl.full((), 0, tl.int32)
                 for begin in range(0, count, BLOCK_L):
                     e = begin + tl.arange(0, BLOCK_L)
-                    key = tl.load(keys_ptr + row * width + e, mask=e < count, other=-2147483648)
+                    key = tl.load(keys_ptr + e, mask=e < count, other=-2147483648)
                     reach += tl.sum((key >= trial.to(tl.int32)).to(tl.int32))
                 threshold = tl.where(reach >= k, trial, threshold)
+    return threshold.to(tl.int32)
+
+
+@triton.jit
+def _choose(
+    ranks_ptr, maxima_ptr, table_ptr, lengths_ptr, starts_ptr, request_ptr, first_token,
+    ids_ptr, listed_ptr, keys_ptr, weights_ptr, slots_ptr, kept_ptr,
+    k, sink, window, width, tiles, stride_table,
+    SINGLE: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program = one row: which keys are kept, and the slots of their values.
+
+    For a head its softmax weights too; for a group the positions of the keys, over the list that they came from.
+    """
+    request, position = _row(lengths_ptr, starts_ptr, request_ptr, first_token, SINGLE)
+    chooser = tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser
+    if request < 0:
+        tl.store(kept_ptr + row, 0)
+        return
+    ids_ptr += row * tiles
+    listed_ptr += row * width
+    keys_ptr += row * width
+    bound, reached = _bound(maxima_ptr + row * tiles, ids_ptr, k, position, TILE, BLOCK_T)
+    tl.debug_barrier()  # what other threads of the program stored is read next, here and below
+    count = _candidates(
+        ranks_ptr + row * width, ids_ptr, listed_ptr, keys_ptr, bound, reached, sink, window, position, TILE, BLOCK_C
+    )
+    tl.debug_barrier()
+    threshold = _threshold(keys_ptr, count, k, BLOCK_L)
 
     # The list goes on with the sink tokens and the window; a window that reaches into the sink starts behind it.
     sinks = tl.minimum(sink, position + 1)
     recent = tl.maximum(sinks, position - window + 1)
     entries = count + sinks + (position + 1 - recent)
-    w = tl.arange(0, BLOCK_W)
-    base = (tl.program_id(0).to(tl.int64) * H + chooser * W + w) * width  # [BLOCK_W]
-    top = tl.full((BLOCK_W,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_W,), tl.float32)
+    ranks_ptr += row * width
+    weights_ptr += row * width
+    slots_ptr += row * width
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
     found = tl.full((), 0, tl.int32)
     for begin in range(0, entries, BLOCK_E):
         e = begin + tl.arange(0, BLOCK_E)
-        s = tl.load(listed_ptr + row * width + e, mask=e < count, other=0)
-        key = tl.load(keys_ptr + row * width + e, mask=e < count, other=2147483647)
+        s = tl.load(listed_ptr + e, mask=e < count, other=0)
+        key = tl.load(keys_ptr + e, mask=e < count, other=2147483647)
         s = tl.where(e < count, s, tl.where(e < count + sinks, e - count, recent + e - count - sinks))
-        keep = (key >= threshold.to(tl.int32)) & (e < entries)
-        x = tl.load(
-            scores_ptr + base[:, None] + s[None, :], mask=keep[None, :] & (w < W)[:, None], other=float("-inf")
-        )  # [BLOCK_W, BLOCK_E]
+        keep = (key >= threshold) & (e < entries)
         block = tl.load(table_ptr + request.to(tl.int64) * stride_table + s // N, mask=keep, other=0).to(tl.int64)
         place = found + tl.cumsum(keep.to(tl.int32)) - 1
-        tl.store(slots_ptr + row * width + place, block * N + s % N, mask=keep)
-        # The score for now; it becomes a weight below, when the largest is known.
-        tl.store(
-            weights_ptr + (row * W + w)[:, None] * width + place[None, :], x, mask=keep[None, :] & (w < W)[:, None]
-        )
-        largest = tl.maximum(top, tl.max(x, axis=1))
-        safe = tl.where(largest == float("-inf"), 0.0, largest)
-        total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe[:, None]), axis=1)
-        top = largest
+        tl.store(slots_ptr + place, block * N + s % N, mask=keep)
+        if GROUP:
+            # Behind what is read: a list only ever gets shorter, but this block has to be read first.
+            tl.debug_barrier()
+            tl.store(listed_ptr + place, s, mask=keep)
+        else:
+            x = tl.load(ranks_ptr + s, mask=keep, other=float("-inf"))
+            # The score for now; it becomes a weight below, when the largest is known.
+            tl.store(weights_ptr + place, x, mask=keep)
+            largest = tl.maximum(top, tl.max(x))
+            safe = tl.where(largest == float("-inf"), 0.0, largest)
+            total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe))
+            top = largest
         found += tl.sum(keep.to(tl.int32))
     tl.store(kept_ptr + row, found)
-    tl.debug_barrier()  # what other threads stored above is read below
-    for begin in range(0, found, BLOCK_E):
-        e = begin + tl.arange(0, BLOCK_E)
-        place = weights_ptr + (row * W + w)[:, None] * width + e[None, :]
-        mask = (e < found)[None, :] & (w < W)[:, None]
-        x = tl.load(place, mask=mask, other=0.0)
-        tl.store(place, tl.exp(x - top[:, None]) / total[:, None], mask=mask)
+    if not GROUP:
+        tl.debug_barrier()
+        for begin in range(0, found, BLOCK_E):
+            e = begin + tl.arange(0, BLOCK_E)
+            x = tl.load(weights_ptr + e, mask=e < found, other=0.0)
+            tl.store(weights_ptr + e, tl.exp(x - top) / total, mask=e < found)
 
 
 @triton.jit
 def _gather(
-    cache_ptr, weights_ptr, slots_ptr, kept_ptr, out_ptr, first_token, width, size,
+    cache_ptr, weights_ptr, slots_ptr, kept_ptr, out_ptr, width, size,
     stride_cb, stride_ch, stride_cn, stride_ot, stride_oh, stride_op,
-    G: tl.constexpr, N: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program = one row and one part of its list: the weighted sum of the listed values."""
-    token, chooser = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = token * tl.num_programs(1) + chooser
+    """One program = one token, one head and one part of its list: the weighted sum of the listed values."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = token * tl.num_programs(1) + head
     kept = tl.load(kept_ptr + row)
-    kv = chooser if GROUP else chooser // G
     d = tl.arange(0, BLOCK_D)
-    rows: tl.constexpr = 16 if GROUP and BLOCK_W < 16 else BLOCK_W
-    w = tl.arange(0, rows)
-    acc = tl.zeros((rows, BLOCK_D), tl.float32)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
     each = tl.cdiv(tl.cdiv(kept, PARTS), BLOCK_N) * BLOCK_N
     lo = tl.program_id(2) * each
     for begin in range(lo, tl.minimum(lo + each, kept), BLOCK_N):
         e = begin + tl.arange(0, BLOCK_N)
         slot = tl.load(slots_ptr + row * width + e, mask=e < kept, other=0)
+        p = tl.load(weights_ptr + row * width + e, mask=e < kept, other=0.0)
         v = tl.load(
-            cache_ptr + (slot // N)[:, None] * stride_cb + kv * stride_ch + (slot % N)[:, None] * stride_cn + size + d[None, :],
+            cache_ptr + (slot // N)[:, None] * stride_cb + (head // G) * stride_ch + (slot % N)[:, None] * stride_cn
+            + size + d[None, :],
             mask=(e < kept)[:, None] & (d < size)[None, :], other=0.0,
         )  # fmt: skip
-        p = tl.load(
-            weights_ptr + (row * W + w)[:, None] * width + e[None, :],
-            mask=(e < kept)[None, :] & (w < W)[:, None], other=0.0,
-        )  # fmt: skip
-        if GROUP:
-            acc += tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        else:
-            acc += tl.sum(tl.reshape(p, (BLOCK_N, 1)) * v.to(tl.float32), axis=0)[None, :]
-    head = chooser * W + w
-    place = tl.program_id(2).to(tl.int64) * stride_op + (first_token + token) * stride_ot + head[:, None] * stride_oh
-    tl.store(
-        out_ptr + place + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=(w < W)[:, None] & (d < size)[None, :]
-    )
+        acc += tl.sum(p[:, None] * v.to(tl.float32), axis=0)
+    place = tl.program_id(2).to(tl.int64) * stride_op + token * stride_ot + head * stride_oh
+    tl.store(out_ptr + place + d, acc.to(out_ptr.dtype.element_ty), mask=d < size)
 
 
 @triton.jit
-def _sum(
-    partial_ptr, out_ptr, first_token, size, stride_op, stride_ot, stride_oh, PARTS: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """One program = one token and one head: the sum of the parts, always in the same order."""
+def _gather_group(
+    q_ptr, cache_ptr, lengths_ptr, starts_ptr, request_ptr, first_token, slopes_ptr, slots_ptr, listed_ptr, kept_ptr,
+    out_ptr, stats_ptr, scale, softcap, width, size, stride_qt, stride_qh,
+    stride_cb, stride_ch, stride_cn, stride_ot, stride_oh, stride_op,
+    SINGLE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PARTS: tl.constexpr, SLOPES: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program = one token, one group of heads and one part of its list: attention over the listed keys."""
+    token, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, position = _row(lengths_ptr, starts_ptr, request_ptr, first_token, SINGLE)
+    row = token * tl.num_programs(1) + kv
+    kept = tl.load(kept_ptr + row)
+    g, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    head = kv * G + g
+    q = tl.load(
+        q_ptr + (first_token + token) * stride_qt + head[:, None] * stride_qh + d[None, :],
+        mask=(g < G)[:, None] & (d < size)[None, :], other=0.0,
+    )  # fmt: skip
+    if SLOPES:
+        slope = tl.load(slopes_ptr + head, mask=g < G, other=0.0)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    each = tl.cdiv(tl.cdiv(kept, PARTS), BLOCK_N) * BLOCK_N
+    lo = tl.program_id(2) * each
+    for begin in range(lo, tl.minimum(lo + each, kept), BLOCK_N):
+        e = begin + tl.arange(0, BLOCK_N)
+        slot = tl.load(slots_ptr + row * width + e, mask=e < kept, other=0)
+        where = cache_ptr + (slot // N) * stride_cb + kv * stride_ch + (slot % N) * stride_cn
+        k = tl.load(where[None, :] + d[:, None], mask=(e < kept)[None, :] & (d < size)[:, None], other=0.0)
+        v = tl.load(where[:, None] + size + d[None, :], mask=(e < kept)[:, None] & (d < size)[None, :], other=0.0)
+        x = tl.dot(q, k, input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
+        if SOFTCAP:
+            x = _capped(x, softcap)
+        if SLOPES:
+            s = tl.load(listed_ptr + row * width + e, mask=e < kept, other=0)
+            x -= slope[:, None] * (position - s)[None, :].to(tl.float32)
+        x = tl.where((e < kept)[None, :], x, float("-inf"))
+        largest = tl.maximum(top, tl.max(x, axis=1))
+        p = tl.exp(x - largest[:, None])
+        shrink = tl.exp(top - largest)
+        total = total * shrink + tl.sum(p, axis=1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        top = largest
+    # A padding row, or a part beyond the end of a short list, has nothing to add.
+    out = acc if PARTS > 1 else acc / tl.where(total > 0, total, 1.0)[:, None]
+    place = tl.program_id(2).to(tl.int64) * stride_op + token * stride_ot + head[:, None] * stride_oh + d[None, :]
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < size)[None, :])
+    if PARTS > 1:
+        stat = stats_ptr + ((tl.program_id(2) * tl.num_programs(0) + token) * H + head) * 2
+        tl.store(stat, top, mask=g < G)
+        tl.store(stat + 1, total, mask=g < G)
+
+
+@triton.jit
+def _merge(
+    partial_ptr, stats_ptr, out_ptr, first_token, size, stride_op, stride_ot, stride_oh,
+    PARTS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program = one token and one head: its parts put together, always in the same order.
+
+    Parts of a weighted sum are added. Parts of a softmax come with their largest score and their sum of exponentials.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = token * tl.num_programs(1) + head
+    rows = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     d = tl.arange(0, BLOCK_D)
-    source = partial_ptr + (token * tl.num_programs(1) + head) * size + d
     acc = tl.zeros((BLOCK_D,), tl.float32)
-    for part in range(PARTS):
-        acc += tl.load(source + part * stride_op, mask=d < size, other=0.0)
+    if WEIGHTED:
+        top = tl.full((), float("-inf"), tl.float32)
+        for part in range(PARTS):
+            top = tl.maximum(top, tl.load(stats_ptr + (part * rows + row) * 2))
+        top = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.full((), 0.0, tl.float32)
+        for part in range(PARTS):
+            share = tl.exp(tl.load(stats_ptr + (part * rows + row) * 2) - top)
+            total += share * tl.load(stats_ptr + (part * rows + row) * 2 + 1)
+            acc += share * tl.load(partial_ptr + part * stride_op + row * size + d, mask=d < size, other=0.0)
+        acc = acc / tl.where(total > 0, total, 1.0)
+    else:
+        for part in range(PARTS):
+            acc += tl.load(partial_ptr + part * stride_op + row * size + d, mask=d < size, other=0.0)
     place = (first_token + token) * stride_ot + head * stride_oh + d
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=d < size)

@@ -1,0 +1,144 @@
+"""The Triton tier of paged attention against the reference, on the named cases of every tier.
+
+On a machine without CUDA it needs Triton's interpreter, which has to be chosen before Triton is imported:
+test_interpreter.py runs this file in a process of its own.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from tiers.reference.config import TopK
+from tiers.reference.ops.paged_attention import paged_attention as reference
+from tiers.reference.testing.compare import assert_close, assert_within_budget
+from tiers.reference.testing.inputs import BATCHES, PagedInputs, make_batch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(),
+    reason="needs CUDA, or the interpreter in a process of its own (see test_interpreter.py)",
+)
+
+PATTERNS = {
+    "head": TopK(6, 1, 2),
+    "group": TopK(6, 1, 2, "group"),
+    "one-key": TopK(1),
+    "more-than-there-are": TopK(100, 2, 3),
+}
+# name -> query heads, key/value heads, head size, tokens per block
+SHAPES = {"G2-D40-page16": (4, 2, 40, 16), "G5-D32-page32": (5, 1, 32, 32), "G1-D64-page128": (3, 3, 64, 128)}
+
+
+def run(inputs: PagedInputs, **options: Any) -> torch.Tensor:
+    from tiers.vllm_model.ops.paged_attention import paged_attention
+
+    return paged_attention(inputs.query_THD, inputs.cache_BKNC, inputs.batch, **options)
+
+
+def make(requests: Any, shape: str, layout: str = "HND", dtype: torch.dtype = torch.float32) -> PagedInputs:
+    heads, kv_heads, size, page = SHAPES[shape]
+    return make_batch(requests, page, layout, heads, kv_heads, size, dtype).to(DEVICE)
+
+
+def expect(inputs: PagedInputs, **options: Any) -> torch.Tensor:
+    return reference(inputs.query_THD, inputs.cache_BKNC, inputs.batch, **options)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_fast_matches_reference_on_every_batch(name: str, pattern: TopK) -> None:
+    inputs = make(BATCHES[name], "G2-D40-page16")
+    options = {"scale": 0.3, "pattern": pattern}
+    actual = run(inputs, **options)
+    assert_close(actual, expect(inputs, **options), 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("share", ["head", "group"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fast_matches_reference_on_every_shape(shape: str, share: Any, layout: str) -> None:
+    inputs = make([(1, 40), (3, 7)], shape, layout)
+    options = {
+        "scale": 0.4, "pattern": TopK(5, 1, 2, share), "softcap": 3.0,
+        "slopes_H": torch.linspace(0.5, 0.1, SHAPES[shape][0], device=DEVICE),
+    }  # fmt: skip
+    assert_close(run(inputs, **options), expect(inputs, **options), 1e-5)
+
+
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+@pytest.mark.parametrize("share", ["head", "group"])
+def test_fast_matches_reference_around_k(share: Any, offset: int) -> None:
+    # 33 tokens, of which sink and window take 3: k is one less than the candidates, as many, one more.
+    inputs = make([(1, 33)], "G2-D40-page16")
+    options = {"scale": 0.3, "pattern": TopK(30 + offset, 1, 2, share)}
+    assert_close(run(inputs, **options), expect(inputs, **options), 1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 5, 20])
+def test_fast_keeps_all_ties(k: int) -> None:
+    # Keys of three kinds only: every threshold is a tie of many. Small integers, so that equal keys have equal scores
+    # whatever the order of the sums.
+    inputs = make([(1, 63), (4, 30)], "G2-D40-page16")
+    for request in range(2):
+        length = int(inputs.batch.lengths_R[request])
+        blocks = inputs.batch.block_table_RP[request, : -(-length // 16)].long()
+        kinds = torch.randint(-1, 2, (3, 40), device=DEVICE).float()
+        tokens = kinds[torch.arange(len(blocks) * 16, device=DEVICE) % 3].view(len(blocks), 1, 16, 40)
+        inputs.cache_BKNC[blocks, :, :, :40] = tokens.expand(-1, 2, -1, -1)
+    inputs.query_THD = torch.randint(-2, 3, inputs.query_THD.shape, device=DEVICE).float()
+    options = {"scale": 0.25, "pattern": TopK(k, 1, 2)}
+    assert_close(run(inputs, **options)[:5], expect(inputs, **options)[:5], 1e-5)
+
+
+def test_fast_is_batch_invariant_and_repeatable() -> None:
+    inputs = make(BATCHES["decodes"], "G2-D40-page16")
+    options = {"scale": 0.3, "pattern": TopK(6, 1, 2)}
+    first = run(inputs, **options)
+    assert torch.equal(run(inputs, **options), first)
+
+
+def test_fast_stays_in_bounds_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiers.vllm_model.ops import paged_attention as module
+
+    inputs = make(BATCHES["mixed"], "G2-D40-page16")
+    options = {"scale": 0.3, "pattern": TopK(6, 1, 2)}
+    # Room for the scores of 5 tokens at a time.
+    monkeypatch.setattr(module, "WORKSPACE_BYTES", 8 * 4 * 60 * 5)
+    assert_close(run(inputs, **options), expect(inputs, **options), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fast_errs_no_more_than_eager_does(dtype: torch.dtype) -> None:
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 as bit patterns")
+    inputs = make(BATCHES["decodes"], "G2-D40-page16", dtype=dtype)
+    options = {"scale": 0.3, "pattern": TopK(6, 1, 2)}
+    exact = reference(inputs.query_THD.double(), inputs.cache_BKNC.double(), inputs.batch, **options)
+    assert_within_budget(run(inputs, **options), expect(inputs, **options), exact)
+
+
+def test_fast_refuses_what_it_does_not_compute() -> None:
+    from tiers.reference.config import Dense
+
+    inputs = make([(1, 20)], "G2-D40-page16")
+    with pytest.raises(ValueError, match="expected a top-k pattern"):
+        run(inputs, scale=0.3, pattern=Dense())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU: the cache is larger than 2 GiB")
+def test_fast_reaches_blocks_beyond_32_bit_offsets() -> None:
+    # 2 heads x 16 tokens x 2 * 64 channels x 2 bytes = 8 KiB a block; element offsets pass 2 ** 31 at block 524288.
+    inputs = make_batch([(1, 40)], 16, "HND", 4, 2, 64, torch.bfloat16).to("cuda")
+    cache = torch.zeros(600_000, 2, 16, 128, dtype=torch.bfloat16, device="cuda")
+    far = torch.tensor([599_999, 550_000, 530_000], device="cuda")
+    near = inputs.batch.block_table_RP[0, :3].long()
+    cache[far] = inputs.cache_BKNC[near]
+    options = {"scale": 0.3, "pattern": TopK(6, 1, 2)}
+    expected = run(inputs, **options)
+    inputs.batch.block_table_RP[0, :3] = far.int()
+    inputs.cache_BKNC = cache
+    assert torch.equal(run(inputs, **options), expected)

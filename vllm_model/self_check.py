@@ -1,0 +1,69 @@
+"""Compare a tier's attention with the reference on the cache that it is about to serve from.
+
+A wrong offset shows only at the block ids of a real, large cache, so the check borrows its first, middle and last blocks
+and puts back what was in them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiers.reference.ops.paged_attention import Batch, paged_attention
+
+# Largest difference that rounding explains, relative to the largest value. Float32: sums in another order.
+# 16 bits: the reference rounds once, a tier may round the weights too.
+BUDGET = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def self_check(function: Callable[..., Tensor], cache_BKNC: Tensor, heads: int, **options: Any) -> str | None:
+    """Run one decode and one prefill batch on both implementations.
+
+    Args:
+        function: the tier's `paged_attention`.
+        cache_BKNC: the live cache of a layer; the same after the call as before.
+        heads: query heads.
+        options: as of `paged_attention`.
+
+    Returns:
+        None if they agree, else what went wrong, e.g. "differs from the reference by 0.3 (budget 0.01)".
+    """
+    count = len(cache_BKNC)
+    blocks = torch.tensor(sorted({0, count // 2, count - 1}), device=cache_BKNC.device)
+    if len(blocks) < 3:
+        return None  # nothing to borrow
+    saved = cache_BKNC[blocks].clone()
+    try:
+        return _compare(function, cache_BKNC, blocks, heads, options)
+    except Exception as error:  # whatever a compiler or driver raises: the tier cannot serve
+        return f"failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
+    finally:
+        cache_BKNC[blocks] = saved
+
+
+def _compare(
+    function: Callable[..., Tensor], cache_BKNC: Tensor, blocks: Tensor, heads: int, options: dict[str, Any]
+) -> str | None:
+    _, _, page, width = cache_BKNC.shape
+    generator = torch.Generator(cache_BKNC.device).manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=cache_BKNC.device).to(cache_BKNC.dtype)
+
+    cache_BKNC[blocks] = randn(*cache_BKNC[blocks].shape)
+    length = len(blocks) * page - 3
+    for queries in ([1, 1], [5, 1]):
+        starts = torch.tensor([0, queries[0], sum(queries)], dtype=torch.int32, device=cache_BKNC.device)
+        lengths = torch.tensor([length, page + 1], dtype=torch.int32, device=cache_BKNC.device)
+        table = torch.stack((blocks, blocks.flip(0))).to(torch.int32)
+        batch = Batch(table, lengths, starts, max(queries), length)
+        query = randn(sum(queries), heads, width // 2)
+        expected = paged_attention(query, cache_BKNC, batch, **options).float()
+        actual = function(query, cache_BKNC, batch, **options).float()
+        error = ((actual - expected).abs().max() / expected.abs().max()).item()
+        if not error <= BUDGET[cache_BKNC.dtype]:
+            return (
+                f"differs from the reference by {error:.3g} of the largest value (budget {BUDGET[cache_BKNC.dtype]:g})"
+            )
+    return None
