@@ -37,6 +37,9 @@ WORKSPACE_BYTES = 2**30
 # Programs that fill the largest devices: a few per multiprocessor.
 TARGET_PROGRAMS = 1024
 
+# Warps of `_choose` (with short lists), keys per step and warps of `_gather`: the best of those tried (docs/log.md).
+CHOOSE_WARPS, GATHER_KEYS, GATHER_WARPS = 4, 64, 2
+
 
 def paged_attention(
     query_THD: Tensor,
@@ -142,7 +145,9 @@ def _run(
     requests = last - first
     blocks = -(-per_request // block_q)
     splits = max(1, min(width // block_s, TARGET_PROGRAMS // max(1, requests * blocks * kv_heads)))
-    precision = "ieee" if query_THD.dtype == torch.float32 else "tf32"
+    # Three tf32 products stand for one in float32 and err by about as much; products in plain float32 unroll into code that takes
+    # minutes to compile.
+    precision = "tf32x3" if query_THD.dtype == torch.float32 else "tf32"
     slopes = slopes_H if slopes_H is not None else ranks  # never read without slopes
     _scores[(requests * blocks, kv_heads, splits)](
         query_THD, cache_BKNC, batch.block_table_RP, batch.lengths_R, batch.starts_R1, slopes, ranks, maxima,
@@ -167,7 +172,7 @@ def _run(
         pattern.k, pattern.sink, pattern.window, width, tiles, batch.block_table_RP.stride(0),
         SINGLE=single, GROUP=by_group, N=page, TILE=tile, BLOCK_T=block_t, BLOCK_C=max(1024, block_l),
         BLOCK_L=block_l, BLOCK_E=512,
-        num_warps=16 if block_l > 1024 else 8 if block_t > 2048 else 4,
+        num_warps=16 if block_l > 1024 else max(8, CHOOSE_WARPS) if block_t > 2048 else CHOOSE_WARPS,
     )  # fmt: skip
 
     most = pattern.k + pattern.sink + pattern.window
@@ -186,7 +191,7 @@ def _run(
     else:
         _gather[(rows, choosers, parts)](
             cache_BKNC, weights, slots, kept, partial, width, size, *where,
-            G=group, N=page, BLOCK_N=64, BLOCK_D=block_d, PARTS=parts, num_warps=4, num_stages=2,
+            G=group, N=page, BLOCK_N=GATHER_KEYS, BLOCK_D=block_d, PARTS=parts, num_warps=GATHER_WARPS, num_stages=2,
         )  # fmt: skip
     if parts > 1:
         _merge[(rows, heads)](
