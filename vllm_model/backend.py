@@ -7,6 +7,7 @@ The cache of a layer is a view [B, KV, N, 2 * D] with keys in the first D channe
 vLLM chose for the whole model, so it is only ever indexed.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -113,6 +114,7 @@ class TiersAttentionImpl(AttentionImpl):
         self.pattern, self.choice, self.tier = pattern, choice, choice.tier
         self.slopes_H = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.paged_attention = dispatch.function("paged_attention", self.tier)
+        self.workspace_bytes = getattr(sys.modules[self.paged_attention.__module__], "WORKSPACE_BYTES", 0)
         # The reference needs no proof; any other tier is compared with it once, on the cache that it will work on.
         self.proved = self.tier is Tier.REFERENCE
 
@@ -132,6 +134,8 @@ class TiersAttentionImpl(AttentionImpl):
         if output_scale is not None or output_block_scale is not None:
             raise ServingError("fused output quantization of attention is not supported; turn its fusion pass off")
         if attn_metadata is None:  # the run that measures memory; there is no cache yet
+            # What the tier will hold beside its arguments has to be part of what is measured.
+            torch.empty(self.workspace_bytes, dtype=torch.uint8, device=query.device)
             return output.fill_(0)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if not self.proved and not capturing:

@@ -44,10 +44,12 @@ class Where:
     Attributes:
         device: "cpu" or "cuda".
         block_size: tokens per block of the cache; None where vLLM has not chosen it yet.
+        dtype: "float32", "bfloat16" or "float16"; None where it is not known.
     """
 
     device: str
     block_size: int | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ def _fast_attention(mixer: Attention, where: Where) -> str | None:
             return None
         if isinstance(mixer.position, Alibi) or mixer.softcap is not None:
             return "dense attention with ALiBi or softcap is not handed to vLLM's CUDA kernels yet"
+        if where.dtype == "float32":
+            return "vLLM's attention on CUDA computes float32 in tf32, which is not exact enough"
         return None if size >= 32 and size % 8 == 0 else f"head size {size} is not a multiple of 8 from 32 on"
     if where.device != "cuda":
         return "needs CUDA"

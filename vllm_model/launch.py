@@ -67,7 +67,11 @@ def serve(folder: Path, plan: str | None, flags: Sequence[str]) -> None:
     if plan is not None:
         args.additional_config = {**(args.additional_config or {}), "tiers": plan}
     text = (args.additional_config or {}).get("tiers", AUTO)
-    resolve(config, TierPlan.parse(text, config), Where(compat.device_type(), args.block_size))
+    resolve(
+        config,
+        TierPlan.parse(text, config),
+        Where(compat.device_type(), args.block_size, None if args.dtype == "auto" else str(args.dtype)),
+    )
     command.cmd(args)
 
 

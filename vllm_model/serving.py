@@ -194,6 +194,6 @@ def choose_tiers(vllm_config: Any) -> tuple[Choice, ...]:
     if not isinstance(text, str):
         raise ConfigError(f"additional-config: tiers is {text!r}; expected text such as auto or 0-3=reference")
     config: ModelConfig = vllm_config.model_config.hf_config.model
-    return resolve(
-        config, TierPlan.parse(text, config), Where(compat.device_type(), vllm_config.cache_config.block_size)
-    )
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    where = Where(compat.device_type(), vllm_config.cache_config.block_size, dtype)
+    return resolve(config, TierPlan.parse(text, config), where)

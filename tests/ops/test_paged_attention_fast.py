@@ -106,7 +106,7 @@ def test_fast_stays_in_bounds_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(BATCHES["mixed"], "G2-D40-page16")
     options = {"scale": 0.3, "pattern": TopK(6, 1, 2)}
     # Room for the scores of 5 tokens at a time.
-    monkeypatch.setattr(module, "WORKSPACE_BYTES", 8 * 4 * 60 * 5)
+    monkeypatch.setattr(module, "WORKSPACE_BYTES", module.BYTES_PER_KEY * 4 * 60 * 5)
     assert_close(run(inputs, **options), expect(inputs, **options), 1e-5)
 
 

@@ -76,6 +76,17 @@ def test_a_run_without_a_cache_gives_zeros() -> None:
     assert (out == 0).all()
 
 
+def test_the_workspace_of_a_tier_is_part_of_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    impl = make_impl(choice=Choice(0, "attention", Tier.FAST))
+    assert impl.workspace_bytes == 2**30
+    allocated: list[int] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, **options: allocated.append(size) or empty(0))
+    out = torch.zeros(1, HEADS, SIZE)
+    impl.forward(torch.nn.Module(), out, out, out, out, None, out)
+    assert allocated == [2**30]
+
+
 def test_a_cache_of_lower_precision_is_written_rounded() -> None:
     cache = torch.zeros(2, KV_HEADS, PAGE, 2 * SIZE, dtype=torch.bfloat16)
     key = torch.randn(1, KV_HEADS, SIZE)

@@ -11,7 +11,7 @@ from tiers.reference.config import ModelConfig
 from tiers.reference.errors import PlanError
 from tiers.reference.testing.tiny import tiny_config
 from tiers.vllm_model import dispatch
-from tiers.vllm_model.dispatch import OPS, Choice, Where, resolve, table
+from tiers.vllm_model.dispatch import OPS, Choice, Where, is_native, resolve, table, unsupported
 from tiers.vllm_model.plan import OPERATORS, Tier, TierPlan
 
 # Four layers; gates in the last two.
@@ -258,3 +258,44 @@ def test_every_operator_has_a_reference() -> None:
 def test_an_unknown_function_is_a_key_error() -> None:
     with pytest.raises(KeyError, match="ffn"):
         dispatch.function("ffn", R)
+
+
+def fast_reason(where: Where, **changes: Any) -> str | None:
+    """Why the fast tier cannot serve the attention of a layer with these changes; None if it can."""
+    mixer = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "pattern": {"kind": "topk", "k": 32}, **changes}
+    config = ModelConfig.from_dict(tiny_config(mixer=mixer, layers={}))
+    return unsupported("attention", Tier.FAST, config.layers[0], where)
+
+
+DENSE = {"kind": "dense"}
+
+
+@pytest.mark.parametrize(
+    ("where", "changes", "expected"),
+    [
+        (Where("cuda"), {}, None),
+        (Where("cpu"), {}, "needs CUDA"),
+        (Where("cuda"), {"head_dim": 36}, "head size 36 is not a multiple of 8"),
+        (Where("cuda"), {"head_dim": 24}, "head size 24"),
+        (Where("cuda"), {"head_dim": 264}, "head size 264"),
+        (Where("cuda"), {"pattern": {"kind": "topk", "k": 8193}}, "k is 8193"),
+        (Where("cuda"), {"pattern": {"kind": "window", "window": 9}}, "pattern window"),
+        (Where("cuda", dtype="bfloat16"), {"pattern": DENSE}, None),
+        (Where("cuda", dtype="float32"), {"pattern": DENSE}, "tf32"),
+        (Where("cuda"), {"pattern": DENSE, "position": {"kind": "alibi"}}, "ALiBi"),
+        (Where("cuda"), {"pattern": DENSE, "softcap": 30.0}, "softcap"),
+        (Where("cpu"), {"pattern": DENSE}, None),
+        (Where("cpu", block_size=128), {"pattern": DENSE}, None),
+        (Where("cpu", block_size=48), {"pattern": DENSE}, "block size of a multiple of 32, not 48"),
+        (Where("cpu"), {"pattern": DENSE, "head_dim": 40}, "no head size 40"),
+    ],
+)
+def test_the_fast_tier_says_why_it_cannot_serve(where: Where, changes: dict[str, Any], expected: str | None) -> None:
+    reason = fast_reason(where, **changes)
+    assert reason is None if expected is None else expected in str(reason)
+
+
+def test_dense_attention_of_the_fast_tier_is_vllms_own() -> None:
+    layers = ModelConfig.from_dict(tiny_config()).layers
+    assert [is_native(layer.mixer, Tier.FAST) for layer in layers] == [True, False, False, False]
+    assert not is_native(layers[0].mixer, Tier.REFERENCE)

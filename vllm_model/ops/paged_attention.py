@@ -31,8 +31,10 @@ from tiers.reference.config import TopK
 from tiers.reference.ops.attention import Pattern
 from tiers.reference.ops.paged_attention import Batch
 
-# Bytes of scores and of lists of keys that are held at once; longer work is done in parts.
+# Bytes of scores and of lists of keys that are held at once; longer work is done in parts. Per key and row: its rank (4),
+# its place in the list of candidates (4 + 4), its weight (4) and its slot (8).
 WORKSPACE_BYTES = 2**30
+BYTES_PER_KEY = 24
 
 # Programs that fill the largest devices: a few per multiprocessor.
 TARGET_PROGRAMS = 1024
@@ -82,7 +84,7 @@ def paged_attention(
 
 def _rows_at_once(heads: int, longest: int) -> int:
     """Query tokens whose scores, and lists of keys, fit into the workspace."""
-    return max(1, WORKSPACE_BYTES // (8 * heads * max(1, longest)))
+    return max(1, WORKSPACE_BYTES // (BYTES_PER_KEY * heads * max(1, longest)))
 
 
 def _ranges(starts: Sequence[int]) -> list[tuple[int, int]]:
