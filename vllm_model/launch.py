@@ -41,25 +41,17 @@ def serve(folder: Path, plan: str | None, flags: Sequence[str]) -> None:
     started = time.monotonic()
     for name, _ in weights(config, checkpoint):
         if sys.stderr.isatty() and time.monotonic() - started > 2:
-            print(f"\r\033[Ktiers: reading weights: {name}", end="", file=sys.stderr)
+            print(f"\r\033[Ktiers: reading weights: {name}\r", end="", file=sys.stderr)
     _say(f"{folder}: {len(checkpoint.infos)} tensors, {checkpoint.bytes / 2**20:,.0f} MiB, all there and finite")
 
     args, command = compat.parse_serve([str(folder), *flags])
-    check_options(
-        config,
-        Options(
-            tensor_parallel_size=args.tensor_parallel_size,
-            pipeline_parallel_size=args.pipeline_parallel_size,
-            decode_context_parallel_size=args.decode_context_parallel_size,
-            prefill_context_parallel_size=args.prefill_context_parallel_size,
-            kv_cache_dtype=args.kv_cache_dtype,
-            enable_lora=bool(args.enable_lora),
-            enable_prompt_embeds=args.enable_prompt_embeds,
-            max_model_len=args.max_model_len
-            if isinstance(args.max_model_len, int) and args.max_model_len > 0
-            else None,
-        ),
-    )
+    length = args.max_model_len if isinstance(args.max_model_len, int) and args.max_model_len > 0 else None
+    same = (
+        "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size",
+        "kv_cache_dtype", "enable_prompt_embeds", "enforce_eager",
+    )  # fmt: skip
+    flags_given = {name: getattr(args, name) for name in same}
+    check_options(config, Options(**flags_given, enable_lora=bool(args.enable_lora), max_model_len=length))
     if args.dtype == "auto" and "float32" in {
         str(info.dtype).removeprefix("torch.") for info in checkpoint.infos.values()
     }:
@@ -76,4 +68,4 @@ def serve(folder: Path, plan: str | None, flags: Sequence[str]) -> None:
 
 
 def _say(message: str) -> None:
-    print(f"tiers: {message}", file=sys.stderr, flush=True)
+    print("\033[K" * sys.stderr.isatty() + f"tiers: {message}", file=sys.stderr, flush=True)

@@ -39,6 +39,7 @@ class Options:
     enable_lora: bool = False
     enable_prompt_embeds: bool = False
     max_model_len: int | None = None
+    enforce_eager: bool = False
 
 
 def tensor_parallel_misfit(config: ModelConfig, size: int) -> str | None:
@@ -76,6 +77,12 @@ def check_options(config: ModelConfig, options: Options) -> None:
     if stages > config.num_hidden_layers:
         raise ServingError(
             f"--pipeline-parallel-size is {stages}, but the model has {config.num_hidden_layers} layers; expected at most that"
+        )
+    if stages > 1 and options.enforce_eager and compat.device_type() == "cpu":
+        # Seen in 0.32.0 with vLLM's own Llama too: a bare assertion at the first step.
+        raise ServingError(
+            f"--pipeline-parallel-size is {stages} and --enforce-eager is set on the CPU; vLLM's CPU build prepares the "
+            "buffers between stages only when it compiles. Leave --enforce-eager out"
         )
     longest = config.max_position_embeddings
     if options.max_model_len is not None and options.max_model_len > longest and _has_rope(config):
@@ -136,22 +143,12 @@ def check_vllm_config(vllm_config: Any) -> None:
             enable_lora=vllm_config.lora_config is not None,
             enable_prompt_embeds=vllm_config.model_config.enable_prompt_embeds,
             max_model_len=vllm_config.model_config.max_model_len,
+            enforce_eager=vllm_config.model_config.enforce_eager,
         ),
     )
-    if stages_need_warm_up(vllm_config):
-        raise ServingError(
-            f"--pipeline-parallel-size is {parallel.pipeline_parallel_size} and --enforce-eager is set on the CPU; vLLM's CPU "
-            "build prepares the buffers between stages only when it compiles. Leave --enforce-eager out"
-        )
     choose_tiers(vllm_config)
     if reads_folder(vllm_config):
         _check_files(Path(vllm_config.model_config.model), config)
-
-
-def stages_need_warm_up(vllm_config: Any) -> bool:
-    """Whether this start would end in a bare assertion of vLLM's CPU runner (seen in 0.32.0 with its own Llama too)."""
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    return stages > 1 and compat.device_type() == "cpu" and vllm_config.model_config.enforce_eager
 
 
 def reads_folder(vllm_config: Any) -> bool:

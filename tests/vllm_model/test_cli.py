@@ -136,6 +136,7 @@ def test_a_bad_plan_is_refused(
         (["--tensor-parallel-size", "3"], ["--tensor-parallel-size is 3", "layer 0 has 4 query heads", "Sizes that work: 1, 2"]),
         (["-tp", "4"], ["--tensor-parallel-size is 4", "layer 3 selects keys per group"]),
         (["-pp", "5"], ["--pipeline-parallel-size is 5", "4 layers"]),
+        (["-pp", "2", "--enforce-eager"], ["--pipeline-parallel-size is 2 and --enforce-eager", "CPU"]),
         (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype is fp8", "not supported yet"]),
         (["--decode-context-parallel-size", "2", "-tp", "2"], ["--decode-context-parallel-size is 2", "expected 1"]),
         (["--max-model-len", "9999"], ["--max-model-len is 9999", "512"]),
