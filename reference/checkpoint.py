@@ -97,7 +97,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 f"names {missing[0]}, which is not there" if missing else f"says {index[absent[0]]} holds {absent[0]}"
             )
             raise CheckpointError(
-                f"{folder / INDEX_NAME} {what}, and no file in the folder holds {_some(absent)}. Copy the missing "
+                f"{folder / INDEX_NAME} {what}, and no file in the folder holds {listed(absent)}. Copy the missing "
                 "shards, or write the index anew if the model was saved again"
             )
         infos = {name: union[name] for name in index}
@@ -207,7 +207,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return infos
 
 
-def _some(names: list[str], limit: int = 4) -> str:
+def listed(names: list[str], limit: int = 4) -> str:
     """ "a, b and 12 more"."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tiers.reference.checkpoint import Checkpoint, TensorInfo, _some, open_checkpoint
+from tiers.reference.checkpoint import Checkpoint, TensorInfo, listed, open_checkpoint
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import CheckpointError
 from tiers.reference.model import ReferenceModel, parameter_shapes
@@ -41,14 +41,14 @@ def check_headers(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     missing = sorted(set(expected) - set(found))
     extra = sorted(set(found) - set(expected) - _tied(config))
     if missing:
-        hint = f"; the folder has {_some(extra)}, which the model has no place for" if extra else ""
+        hint = f"; the folder has {listed(extra)}, which the model has no place for" if extra else ""
         raise CheckpointError(
-            f"{checkpoint.folder}: no tensor {_some(missing)}; config.json calls for {len(expected)} tensors{hint}"
+            f"{checkpoint.folder}: no tensor {listed(missing)}; config.json calls for {len(expected)} tensors{hint}"
         )
     if extra:
         hint = " (tie_word_embeddings is true, so the head is the embedding)" if "lm_head.weight" in extra else ""
         raise CheckpointError(
-            f"{checkpoint.folder}: unexpected tensor {_some(extra)}; config.json describes a model without it{hint}. "
+            f"{checkpoint.folder}: unexpected tensor {listed(extra)}; config.json describes a model without it{hint}. "
             "Nothing may be left out in silence: remove it from the file or describe it in the config"
         )
     for name, shape in expected.items():
@@ -126,7 +126,7 @@ class CheckedTensors:
         missing = sorted(set(self.expected) - self.seen)
         if missing:
             raise CheckpointError(
-                f"{self.source}: no tensor {_some(missing)}; config.json calls for {len(self.expected)} tensors"
+                f"{self.source}: no tensor {listed(missing)}; config.json calls for {len(self.expected)} tensors"
             )
 
     def _check_range(self, name: str, tensor: Tensor) -> None:

@@ -114,7 +114,8 @@ def _run(
     rows = stop - start
     if rows <= 0:
         return
-    if batch.max_query == 1:
+    single = batch.max_query == 1
+    if single:
         longest, per_request = batch.max_length, 1
     else:
         lengths, starts = batch.host
@@ -147,8 +148,8 @@ def _run(
     requests = last - first
     blocks = -(-per_request // block_q)
     splits = max(1, min(width // block_s, TARGET_PROGRAMS // max(1, requests * blocks * kv_heads)))
-    # Three tf32 products stand for one in float32 and err by about as much; products in plain float32 unroll into code that takes
-    # minutes to compile.
+    # Three tf32 products stand for one in float32 and err by about as much; products in plain float32 unroll into code
+    # that takes minutes to compile.
     precision = "tf32x3" if query_THD.dtype == torch.float32 else "tf32"
     slopes = slopes_H if slopes_H is not None else ranks  # never read without slopes
     _scores[(requests * blocks, kv_heads, splits)](
@@ -162,7 +163,6 @@ def _run(
         PRECISION=precision, num_warps=4, num_stages=3,
     )  # fmt: skip
 
-    single = batch.max_query == 1
     request_of = batch.lengths_R if single else _requests(batch, first, last, start, rows)
     weights = scratch(rows, choosers, 1 if by_group else width, dtype=torch.float32)
     slots, kept = scratch(rows, choosers, width, dtype=torch.int64), scratch(rows, choosers)
