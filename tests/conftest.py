@@ -19,7 +19,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def start_engine() -> Iterator[Callable[..., Any]]:
-    """Start a vLLM engine on a folder, without tokenizer, eager, float32; ended when another one starts or at the end."""
+    """Start a vLLM engine on a folder, without tokenizer, eager, float32, on the reference tier; ended when another one
+    starts or at the end."""
     running: list[Any] = []
 
     def start(folder: Path, **options: Any) -> Any:
@@ -34,6 +35,7 @@ def start_engine() -> Iterator[Callable[..., Any]]:
             "max_num_batched_tokens": 256,
             "max_num_seqs": 16,
             "block_size": 16,
+            "additional_config": {"tiers": "reference"},
         }
         running.append(LLM(model=str(folder), **{**defaults, **options}))
         return running[-1]

@@ -7,7 +7,6 @@ The cache of a layer is a view [B, KV, N, 2 * D] with keys in the first D channe
 vLLM chose for the whole model, so it is only ever indexed.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,13 +27,16 @@ from vllm.v1.attention.backend import (
 from tiers.reference.errors import ServingError
 from tiers.reference.ops.attention import Pattern
 from tiers.reference.ops.paged_attention import Batch
-from tiers.vllm_model import dispatch, serving
+from tiers.vllm_model import compat, dispatch, metrics, serving
 from tiers.vllm_model.compat import BACKEND_NAME
 from tiers.vllm_model.dispatch import Choice
+from tiers.vllm_model.ops import workspace
 from tiers.vllm_model.plan import Tier
 from tiers.vllm_model.self_check import self_check
 
 logger = init_logger("vllm.tiers")
+
+workspace.provide = compat.scratch
 
 
 @dataclass
@@ -43,20 +45,31 @@ class TiersMetadata(Batch, AttentionMetadata):
 
     Attributes:
         num_tokens: query tokens; rows beyond are padding.
+        lengths_on_host, starts_on_host: what vLLM knows of lengths (at least as large as they are) and starts without
+            asking the device.
     """
 
     num_tokens: int = 0
+    lengths_on_host: Tensor | None = None
+    starts_on_host: Tensor | None = None
+
+    @property
+    def bounds(self) -> tuple[list[int], list[int]]:
+        """See `Batch.bounds`."""
+        if self.lengths_on_host is None or self.starts_on_host is None:
+            return self.host
+        return self.lengths_on_host.tolist(), self.starts_on_host.tolist()
 
 
 class TiersMetadataBuilder(AttentionMetadataBuilder[TiersMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Full graphs of decode steps if every layer of ours can be captured; the reference asks for lengths on the host."""
-        config = vllm_config.model_config.hf_config.model
+        """Full graphs of decode steps if every layer of ours can be captured; the reference asks for lengths on the host,
+        and the compiled tier for the number of pages."""
         tiers = {
             choice.tier
             for choice in serving.choose_tiers(vllm_config)
-            if choice.operator == "attention" and not dispatch.is_native(config.layers[choice.layer].mixer, choice.tier)
+            if choice.operator == "attention" and not choice.native
         }
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if tiers <= {Tier.FAST} else AttentionCGSupport.NEVER
 
@@ -74,6 +87,8 @@ class TiersMetadataBuilder(AttentionMetadataBuilder[TiersMetadata]):
             max_query=common.max_query_len,
             max_length=common.max_seq_len,
             num_tokens=common.num_actual_tokens,
+            lengths_on_host=common.seq_lens_cpu_upper_bound,
+            starts_on_host=common.query_start_loc_cpu,
         )
 
 
@@ -100,6 +115,8 @@ class TiersAttentionImpl(AttentionImpl):
         *,
         pattern: Pattern,
         choice: Choice,
+        longest: int,
+        most_tokens: int,
     ) -> None:
         if kv_cache_dtype not in TiersAttentionBackend.supported_kv_cache_dtypes:
             raise ServingError(f"--kv-cache-dtype is {kv_cache_dtype}; expected auto, float16 or bfloat16")
@@ -113,8 +130,8 @@ class TiersAttentionImpl(AttentionImpl):
         self.kv_cache_dtype = kv_cache_dtype
         self.pattern, self.choice, self.tier = pattern, choice, choice.tier
         self.slopes_H = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.longest, self.most_tokens = longest, most_tokens
         self.paged_attention = dispatch.function("paged_attention", self.tier)
-        self.workspace_bytes = getattr(sys.modules[self.paged_attention.__module__], "WORKSPACE_BYTES", 0)
         # The reference needs no proof; any other tier is compared with it once, on the cache that it will work on.
         self.proved = self.tier is Tier.REFERENCE
 
@@ -134,20 +151,25 @@ class TiersAttentionImpl(AttentionImpl):
         if output_scale is not None or output_block_scale is not None:
             raise ServingError("fused output quantization of attention is not supported; turn its fusion pass off")
         if attn_metadata is None:  # the run that measures memory; there is no cache yet
-            # What the tier will hold beside its arguments has to be part of what is measured.
-            torch.empty(self.workspace_bytes, dtype=torch.uint8, device=query.device)
+            if module := self._kernels():
+                # What the tier will hold beside its arguments has to be part of what is measured, and has to have its
+                # place before a graph refers to it.
+                size = module.workspace_bytes(
+                    self.pattern, self.num_heads, self.head_size, self.most_tokens, self.longest
+                )
+                compat.scratch(size, query.device)
             return output.fill_(0)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if not self.proved and not capturing:
-            self._prove(kv_cache)
-        if capturing and self.tier is Tier.REFERENCE:
-            raise ServingError(
-                f"layer {self.choice.layer} fell back to the reference, which cannot be part of the full CUDA graphs that "
-                f"this start chose; start again with --tiers 'auto,{self.choice.layer}.attention=reference'"
-            )
-        dispatch.COUNTS["attention", self.tier.value] += 1
         if self.slopes_H is not None and self.slopes_H.device != query.device:
             self.slopes_H = self.slopes_H.to(query.device)
+        if not self.proved and not capturing:
+            self._prove(kv_cache)
+        if capturing and self.tier is not Tier.FAST:
+            raise ServingError(
+                f"layer {self.choice.layer} fell back to tier {self.tier.value}, which cannot be part of the full CUDA "
+                f"graphs that this start chose; start again with --tiers 'auto,{self.choice.layer}.attention={self.tier.value}'"
+            )
+        metrics.count("attention", self.tier.value)
         tokens = attn_metadata.num_tokens
         output[:tokens] = self.paged_attention(
             query[:tokens], kv_cache, attn_metadata,
@@ -157,26 +179,33 @@ class TiersAttentionImpl(AttentionImpl):
         return output
 
     def _prove(self, kv_cache: Tensor) -> None:
-        """Compare the tier with the reference on this layer's cache; on failure serve from the reference, or stop.
+        """Compare the tier with the reference on this layer's cache; on failure take the next slower one, or stop.
 
         Raises:
             ServingError: the tier failed and the plan asked for it by name.
         """
         self.proved = True
-        failure = self_check(
-            self.paged_attention, kv_cache, self.num_heads,
-            scale=self.scale, pattern=self.pattern, slopes_H=self.slopes_H, softcap=self.softcap,
-        )  # fmt: skip
-        if failure is None:
-            return
-        where = f"layer {self.choice.layer}: attention on tier {self.tier.value} {failure}"
-        if self.choice.named:
-            raise ServingError(
-                f"{where}. Use another tier for it: --tiers 'auto,{self.choice.layer}.attention=reference'"
-            )
-        logger.warning("%s; this layer is served by the reference", where)
-        self.tier = Tier.REFERENCE
-        self.paged_attention = dispatch.function("paged_attention", self.tier)
+        options = {
+            "scale": self.scale, "pattern": self.pattern, "slopes_H": self.slopes_H, "softcap": self.softcap,
+        }  # fmt: skip
+        while self.tier is not Tier.REFERENCE:
+            failure = self_check(self.paged_attention, kv_cache, self.num_heads, self.longest, **options)
+            if failure is None:
+                break
+            where = f"layer {self.choice.layer}: attention on tier {self.tier.value} {failure}"
+            if self.choice.named:
+                raise ServingError(
+                    f"{where}. Use another tier for it: --tiers 'auto,{self.choice.layer}.attention=reference'"
+                )
+            self.tier = self.choice.slower(self.tier)
+            logger.warning("%s; this layer is served by tier %s", where, self.tier.value)
+            self.paged_attention = dispatch.function("paged_attention", self.tier)
+        if module := self._kernels():
+            module.warm_up(kv_cache, self.num_heads, self.longest, **options)
+
+    def _kernels(self) -> Any:
+        """The module of the fast tier, which knows what its kernels need; None on another tier."""
+        return dispatch.module("paged_attention", self.tier) if self.tier is Tier.FAST else None
 
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

@@ -66,9 +66,11 @@ class _StartUpCheck:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
+        from tiers.vllm_model import metrics
         from tiers.vllm_model.serving import check_vllm_config
 
         check_vllm_config(vllm_config)
+        metrics.publish()
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
@@ -90,6 +92,19 @@ def register_op(name: str, function: Callable[..., Any], fake: Callable[..., Any
     direct_register_custom_op(
         name, function, fake_impl=fake, target_lib=_library, dispatch_key="CompositeExplicitAutograd"
     )
+
+
+def scratch(size: int, device: Any) -> Any:
+    """`size` bytes of memory that all layers share, out of vLLM's own workspace where it has one (not on the CPU).
+
+    vLLM measures the largest request of the profiling run and allows no larger one once graphs are captured.
+    """
+    import torch
+    from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
+
+    if not is_workspace_manager_initialized():
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    return current_workspace_manager().get_simultaneous(((size,), torch.uint8))[0]
 
 
 def set_keep_weight(linear: Any) -> None:
@@ -122,6 +137,56 @@ def parse_serve(arguments: Sequence[str]) -> tuple[Any, Any]:
     configure_logging_from_args(args)
     command.validate(args)
     return args, command
+
+
+def flash_attention_name() -> str:
+    """The dense attention that vLLM would use on this CUDA device, e.g. "FlashAttention 3"."""
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    return f"FlashAttention {get_flash_attn_version()}"
+
+
+def flash_attention(query: Any, cache: Any, batch: Any, scale: float) -> Callable[[], Any]:
+    """vLLM's dense attention on CUDA, with the arguments that its own backend gives it.
+
+    Args:
+        query: [T, H, D], 16 bits.
+        cache: [B, KV, N, 2 * D], keys first.
+        batch: a `tiers.reference.ops.paged_attention.Batch`.
+        scale: multiplies q . k.
+
+    Returns:
+        A call that returns [T, H, D].
+    """
+    import torch
+    from vllm.v1.attention.backends.fa_utils import (
+        flash_attn_varlen_func,
+        get_flash_attn_version,
+        get_scheduler_metadata,
+    )
+
+    version = get_flash_attn_version()
+    keys, values = cache.transpose(1, 2).split(query.shape[2], dim=-1)
+    out, schedule, splits = torch.empty_like(query), None, 0
+    if version == 3:
+        # As in the full CUDA graphs of decode steps (config/attention.py); 0 lets the kernel choose.
+        splits = 32 if batch.max_query == 1 else 0
+        schedule = get_scheduler_metadata(
+            batch_size=len(batch.lengths_R), max_seqlen_q=batch.max_query, max_seqlen_k=batch.max_length,
+            num_heads_q=query.shape[1], num_heads_kv=cache.shape[1], headdim=query.shape[2],
+            cache_seqlens=batch.lengths_R, qkv_dtype=query.dtype, cu_seqlens_q=batch.starts_R1,
+            page_size=cache.shape[2], causal=True, window_size=(-1, -1), num_splits=splits,
+        )  # fmt: skip
+
+    def call() -> Any:
+        flash_attn_varlen_func(
+            q=query, k=keys, v=values, out=out, cu_seqlens_q=batch.starts_R1, max_seqlen_q=batch.max_query,
+            seqused_k=batch.lengths_R, max_seqlen_k=batch.max_length, softmax_scale=scale, causal=True,
+            block_table=batch.block_table_RP, scheduler_metadata=schedule, num_splits=splits, fa_version=version,
+        )  # fmt: skip
+        return out
+
+    return call
 
 
 def device_type() -> str:

@@ -7,9 +7,10 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
-from tiers.reference.config import Alibi, Attention, Dense, Layer, ModelConfig, Window
+from tiers.reference.config import Alibi, Attention, Dense, Layer, ModelConfig, TopK
 from tiers.reference.errors import PlanError
 from tiers.vllm_model.plan import Tier, TierPlan
 
@@ -18,13 +19,19 @@ OPS: Mapping[str, Mapping[str, Mapping[Tier, str]]] = {
     "attention": {
         "paged_attention": {
             Tier.REFERENCE: "tiers.reference.ops.paged_attention",
-            # For top-k; dense attention of this tier is vLLM's own, see `is_native`.
+            # Where vLLM's own dense attention serves instead: see `is_native`.
             Tier.FAST: "tiers.vllm_model.ops.paged_attention",
         }
     },
     "gate": {
-        "knowledge_gate": {Tier.REFERENCE: "tiers.reference.ops.knowledge_gate"},
-        "knowledge_bank": {Tier.REFERENCE: "tiers.reference.ops.knowledge_bank"},
+        "knowledge_gate": {
+            Tier.REFERENCE: "tiers.reference.ops.knowledge_gate",
+            Tier.FAST: "tiers.vllm_model.ops.knowledge_gate",
+        },
+        "knowledge_bank": {
+            Tier.REFERENCE: "tiers.reference.ops.knowledge_bank",
+            Tier.FAST: "tiers.vllm_model.ops.knowledge_bank",
+        },
     },
 }
 
@@ -58,6 +65,8 @@ class Choice:
 
     Attributes:
         named: the plan asked for this tier by name, so that nothing else may serve instead.
+        native: vLLM's own attention serves, not a function of ours.
+        tiers: all that can serve here, fastest first.
     """
 
     layer: int
@@ -65,14 +74,25 @@ class Choice:
     tier: Tier
     passed_over: tuple[str, ...] = ()
     named: bool = False
+    native: bool = False
+    tiers: tuple[Tier, ...] = (Tier.REFERENCE,)
+
+    def slower(self, tier: Tier) -> Tier:
+        """The next tier below that can serve here."""
+        return next(t for t in self.tiers if FASTEST_FIRST.index(t) > FASTEST_FIRST.index(tier))
+
+
+def module(name: str, tier: Tier) -> ModuleType:
+    """The module of a function of OPS, imported on demand."""
+    for functions in OPS.values():
+        if name in functions:
+            return importlib.import_module(functions[name][tier])
+    raise KeyError(name)
 
 
 def function(name: str, tier: Tier) -> Callable[..., Any]:
-    """The implementation of a function of OPS, imported on demand."""
-    for functions in OPS.values():
-        if name in functions:
-            return getattr(importlib.import_module(functions[name][tier]), name)
-    raise KeyError(name)
+    """The implementation of a function of OPS."""
+    return getattr(module(name, tier), name)
 
 
 def unsupported(operator: str, tier: Tier, layer: Layer, where: Where) -> str | None:
@@ -81,35 +101,50 @@ def unsupported(operator: str, tier: Tier, layer: Layer, where: Where) -> str | 
         return f"no {tier.value} implementation"
     if operator == "attention" and tier is Tier.FAST:
         return _fast_attention(layer.mixer, where)
+    if operator == "gate" and tier is Tier.FAST:
+        return _fast_gate(where)
     return None
 
 
-def is_native(mixer: Attention, tier: Tier) -> bool:
-    """Whether vLLM's own attention serves a layer: dense attention of the fast tier."""
-    return tier is Tier.FAST and isinstance(mixer.pattern, Dense)
+def is_native(mixer: Attention, tier: Tier, where: Where) -> bool:
+    """Whether vLLM's own attention serves a layer: dense attention of the fast tier, where it computes the same."""
+    return tier is Tier.FAST and isinstance(mixer.pattern, Dense) and _native_misfit(mixer, where) is None
+
+
+def _native_misfit(mixer: Attention, where: Where) -> str | None:
+    """Why vLLM's own dense attention cannot serve, or None."""
+    size = mixer.head_dim
+    if where.device == "cpu":
+        if size not in CPU_HEAD_SIZES:
+            return f"vLLM's CPU attention has no head size {size}"
+        if where.block_size is not None and where.block_size % 32:
+            return f"vLLM's CPU attention needs a block size of a multiple of 32, not {where.block_size}"
+        return None
+    if isinstance(mixer.position, Alibi) or mixer.softcap is not None:
+        return "dense attention with ALiBi or softcap is not handed to vLLM's CUDA kernels"
+    if where.dtype == "float32":
+        return "vLLM's attention on CUDA computes float32 in tf32, which is not exact enough"
+    return None if size >= 32 and size % 8 == 0 else f"head size {size} is not a multiple of 8 from 32 on"
 
 
 def _fast_attention(mixer: Attention, where: Where) -> str | None:
     pattern, size = mixer.pattern, mixer.head_dim
-    if isinstance(pattern, Window):
-        return "no fast implementation of pattern window"
     if isinstance(pattern, Dense):
-        if where.device == "cpu":
-            if size not in CPU_HEAD_SIZES:
-                return f"vLLM's CPU attention has no head size {size}"
-            if where.block_size is not None and where.block_size % 32:
-                return f"vLLM's CPU attention needs a block size of a multiple of 32, not {where.block_size}"
-            return None
-        if isinstance(mixer.position, Alibi) or mixer.softcap is not None:
-            return "dense attention with ALiBi or softcap is not handed to vLLM's CUDA kernels yet"
-        if where.dtype == "float32":
-            return "vLLM's attention on CUDA computes float32 in tf32, which is not exact enough"
-        return None if size >= 32 and size % 8 == 0 else f"head size {size} is not a multiple of 8 from 32 on"
+        misfit = _native_misfit(mixer, where)
+        if misfit is None or where.device == "cpu":
+            return misfit
     if where.device != "cuda":
         return "needs CUDA"
     if size % 8 or not 32 <= size <= 256:
         return f"head size {size} is not a multiple of 8 from 32 to 256"
-    return f"k is {pattern.k}, above 8192" if pattern.k > 8192 else None
+    return f"k is {pattern.k}, above 8192" if isinstance(pattern, TopK) and pattern.k > 8192 else None
+
+
+def _fast_gate(where: Where) -> str | None:
+    if where.device != "cuda":
+        return "needs CUDA"
+    known = where.dtype in (None, "float32", "bfloat16", "float16")
+    return None if known else f"dtype is {where.dtype}, not float32, bfloat16 or float16"
 
 
 def resolve(config: ModelConfig, plan: TierPlan, where: Where) -> tuple[Choice, ...]:
@@ -139,7 +174,8 @@ def resolve(config: ModelConfig, plan: TierPlan, where: Where) -> tuple[Choice, 
         tier = wish or valid[0]
         faster = FASTEST_FIRST[: FASTEST_FIRST.index(tier)]
         passed_over = tuple(f"{t.value}: {reasons[t] or 'not asked for'}" for t in faster)
-        choices.append(Choice(index, operator, tier, passed_over, wish is not None))
+        native = operator == "attention" and is_native(layer.mixer, tier, where)
+        choices.append(Choice(index, operator, tier, passed_over, wish is not None, native, tuple(valid)))
     return tuple(choices)
 
 

@@ -110,8 +110,12 @@ class TiersAttention(nn.Module):
                 rank * self.num_heads : (rank + 1) * self.num_heads
             ]
         ours: dict[str, Any] = {}
-        if not dispatch.is_native(config, choice.tier):
-            ours = {"attn_backend": TiersAttentionBackend, "pattern": config.pattern, "choice": choice}
+        if not choice.native:
+            ours = {
+                "attn_backend": TiersAttentionBackend, "pattern": config.pattern, "choice": choice,
+                "longest": vllm_config.model_config.max_model_len,
+                "most_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+            }  # fmt: skip
         self.attn = Attention(
             self.num_heads, config.head_dim, config.softmax_scale, num_kv_heads=self.num_kv_heads,
             alibi_slopes=None if all_slopes is None else all_slopes.tolist(), cache_config=vllm_config.cache_config,
@@ -188,7 +192,7 @@ class TiersLayer(nn.Module):
         self.gate = None
         if config.gate is not None:
             self.gate = KnowledgeGate(
-                config.gate, width, model.vocab_size, choices["gate"].tier, quant_config, f"{prefix}.gate"
+                config.gate, width, model.vocab_size, choices["gate"], quant_config, f"{prefix}.gate"
             )
 
     def forward(

@@ -38,6 +38,11 @@ class Batch:
         """Lengths and starts as Python numbers. Waits for the device, once; not for use while a graph is captured."""
         return self.lengths_R.tolist(), self.starts_R1.tolist()
 
+    @property
+    def bounds(self) -> tuple[list[int], list[int]]:
+        """As `host`, but the lengths may be too large: for sizes of buffers, where waiting for the device is to be avoided."""
+        return self.host
+
 
 def paged_attention(
     query_THD: Tensor,

@@ -1,16 +1,17 @@
 """The attention backend alone, on batches made by hand: padding rows, layouts, slots, what it refuses."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tiers.reference.config import Dense, TopK
+from tiers.reference.config import Dense, TopK, Window
 from tiers.reference.errors import ServingError
 from tiers.reference.ops.attention import attention
 from tiers.reference.ops.paged_attention import paged_attention
-from tiers.vllm_model import backend, dispatch
+from tiers.vllm_model import backend, compat, dispatch
 from tiers.vllm_model.backend import TiersAttentionImpl, TiersMetadata
 from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.plan import Tier
@@ -22,6 +23,7 @@ def make_impl(**changes: Any) -> TiersAttentionImpl:
     options: dict[str, Any] = {
         "num_heads": HEADS, "head_size": SIZE, "scale": 0.3, "num_kv_heads": KV_HEADS, "alibi_slopes": None,
         "sliding_window": None, "kv_cache_dtype": "auto", "pattern": TopK(k=4, sink=1, window=2), "choice": Choice(0, "attention", Tier.REFERENCE),
+        "longest": 64, "most_tokens": 32,
     }  # fmt: skip
     return TiersAttentionImpl(**{**options, **changes})
 
@@ -76,15 +78,31 @@ def test_a_run_without_a_cache_gives_zeros() -> None:
     assert (out == 0).all()
 
 
-def test_the_workspace_of_a_tier_is_part_of_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    impl = make_impl(choice=Choice(0, "attention", Tier.FAST))
-    assert impl.workspace_bytes == 2**30
-    allocated: list[int] = []
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, **options: allocated.append(size) or empty(0))
+@pytest.mark.parametrize("pattern", [TopK(k=4, sink=1, window=2), TopK(4, 0, 0, "group"), Window(9)], ids=str)
+def test_the_workspace_of_a_tier_is_part_of_what_is_measured(monkeypatch: pytest.MonkeyPatch, pattern: Any) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(compat, "scratch", lambda size, device: asked.append(size))
+    impl = make_impl(choice=Choice(0, "attention", Tier.FAST), pattern=pattern)
     out = torch.zeros(1, HEADS, SIZE)
     impl.forward(torch.nn.Module(), out, out, out, out, None, out)
-    assert allocated == [2**30]
+    # At least the scores of every token of the largest step, and no more than a model of this size needs.
+    least = 32 * HEADS * 64 * 4 if isinstance(pattern, TopK) else 1
+    assert len(asked) == 1
+    assert least <= asked[0] <= 2**24
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: vLLM has no workspace elsewhere")
+def test_vllms_workspace_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker import workspace
+
+    manager = workspace.WorkspaceManager(torch.device("cpu"))
+    monkeypatch.setattr(workspace, "_manager", manager)
+    first = compat.scratch(1000, torch.device("cuda"))
+    manager.lock()
+    assert compat.scratch(900, torch.device("cuda")).data_ptr() == first.data_ptr()
+    with pytest.raises(AssertionError):
+        compat.scratch(2000, torch.device("cuda"))
 
 
 def test_a_cache_of_lower_precision_is_written_rounded() -> None:
@@ -108,9 +126,11 @@ def test_what_no_tier_computes_is_refused(change: dict[str, Any], expected: str)
         make_impl(**change)
 
 
-def make_fast_impl(function: Any, named: bool) -> TiersAttentionImpl:
+def make_fast_impl(
+    function: Any, named: bool, tiers: tuple[Tier, ...] = (Tier.FAST, Tier.REFERENCE)
+) -> TiersAttentionImpl:
     """An impl whose fast tier is `function`, as if it had been chosen on this machine."""
-    impl = make_impl(choice=Choice(7, "attention", Tier.FAST, named=named))
+    impl = make_impl(choice=Choice(7, "attention", Tier.FAST, named=named, tiers=tiers))
     impl.paged_attention = function
     return impl
 
@@ -135,12 +155,17 @@ def step(impl: TiersAttentionImpl) -> tuple[Tensor, Tensor, Tensor]:
     return out, expected, cache
 
 
-def test_a_tier_that_agrees_with_the_reference_serves() -> None:
+def test_a_tier_that_agrees_with_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[int] = []
+    kernels = SimpleNamespace(warm_up=lambda cache, heads, longest, **options: warmed.append(longest))
+    monkeypatch.setattr(TiersAttentionImpl, "_kernels", lambda impl: kernels)
     impl = make_fast_impl(paged_attention, named=False)
     dispatch.COUNTS.clear()
-    out, expected, _ = step(impl)
-    assert torch.equal(out, expected)
-    assert dict(dispatch.COUNTS) == {("attention", "fast"): 1}
+    for _ in range(2):
+        out, expected, _ = step(impl)
+        assert torch.equal(out, expected)
+    assert dict(dispatch.COUNTS) == {("attention", "fast"): 2}
+    assert warmed == [64]
 
 
 @pytest.mark.parametrize(
@@ -166,3 +191,11 @@ def test_under_auto_a_tier_that_fails_takes_its_layer_down(
 def test_a_tier_that_was_named_and_fails_stops(function: Any) -> None:
     with pytest.raises(ServingError, match="layer 7: attention on tier fast"):
         step(make_fast_impl(function, named=True))
+
+
+def test_under_auto_a_tier_that_fails_gives_way_to_the_next_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "function", lambda name, tier: paged_attention)
+    impl = make_fast_impl(off_by_a_little, named=False, tiers=(Tier.FAST, Tier.COMPILED, Tier.REFERENCE))
+    dispatch.COUNTS.clear()
+    step(impl)
+    assert dict(dispatch.COUNTS) == {("attention", "compiled"): 1}

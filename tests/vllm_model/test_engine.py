@@ -1,5 +1,9 @@
-"""vLLM on the reference tier gives the log-probabilities of the reference model, however the work is cut up."""
+"""vLLM on any tier gives the log-probabilities of the reference model, however the work is cut up.
 
+In one process, where torch.compile is off: the compiled tier is tested in test_engine_parallel.py.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,21 +15,27 @@ from tiers.reference.load import load_model
 from tiers.reference.model import ReferenceModel
 from tiers.reference.testing.compare import LOGPROB_BUDGET
 from tiers.reference.testing.tiny import alibi_config, random_ids, save_model, save_tiny, tiny_config, tiny_model
-from tiers.vllm_model import dispatch
+from tiers.vllm_model import dispatch, serving
 from tiers.vllm_model.testing import NEW_TOKENS, run, worst_error
 
 pytestmark = pytest.mark.engine
 
-CONFIGS = {"rope-topk-gates": tiny_config(), "alibi-unequal-groups": alibi_config()}
+# Heads that are wide enough for the fast tier.
+CONFIGS = {
+    "rope-topk-gates": tiny_config(mixer={**tiny_config()["mixer"], "head_dim": 32}),
+    "alibi-unequal-groups": alibi_config(mixer={**alibi_config()["mixer"], "head_dim": 32}),
+}
+PLANS = ["reference", "fast", "reference,*.attention=fast"] if torch.cuda.is_available() else ["reference"]
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=[(name, plan) for plan in PLANS for name in CONFIGS], ids=str)
 def served(
     request: pytest.FixtureRequest, start_engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, ReferenceModel]:
     """An engine and the reference model on the same folder."""
-    folder = save_tiny(tmp_path_factory.mktemp("model") / "in house v1.5", CONFIGS[request.param], shards=2)
-    return start_engine(folder), load_model(folder)
+    name, plan = request.param
+    folder = save_tiny(tmp_path_factory.mktemp("model") / "in house v1.5", CONFIGS[name], shards=2)
+    return start_engine(folder, additional_config={"tiers": plan}), load_model(folder)
 
 
 @pytest.fixture
@@ -68,7 +78,7 @@ def test_chunked_prefill_matches_reference(served: tuple[Any, ReferenceModel], s
     scheduler.schedule = recording
     try:
         outputs = run(
-            engine, [random_ids(130, 320, seed=200 + chunk), random_ids(67, 320, seed=300 + chunk)], prompt_logprobs=0
+            engine, [random_ids(110, 320, seed=210 + chunk), random_ids(67, 320, seed=310 + chunk)], prompt_logprobs=0
         )
     finally:
         del scheduler.schedule
@@ -102,16 +112,17 @@ def test_mixed_batch_gives_each_request_its_own_answer(served: tuple[Any, Refere
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
 
 
-def test_every_layer_ran_on_the_reference_tier(served: tuple[Any, ReferenceModel]) -> None:
+def test_every_layer_ran_on_the_tier_of_the_plan(served: tuple[Any, ReferenceModel]) -> None:
     engine, model = served
     dispatch.COUNTS.clear()
     run(engine, [random_ids(9, 320, seed=700)])
-    gates = sum(layer.gate is not None for layer in model.config.layers)
-    steps = NEW_TOKENS  # one prefill, which yields the first token, and one step for each other
-    assert {
-        ("attention", "reference"): steps * len(model.config.layers),
-        ("gate", "reference"): steps * gates,
-    } == dispatch.COUNTS
+    expected: Counter[tuple[str, str]] = Counter()
+    for choice in serving.choose_tiers(engine.llm_engine.vllm_config):
+        assert not choice.native
+        # One prefill, which yields the first token, and one step for each other.
+        expected[choice.operator, choice.tier.value] += NEW_TOKENS
+    assert expected == dispatch.COUNTS
+    assert expected.total() == NEW_TOKENS * sum(len(layer.operators) for layer in model.config.layers)
 
 
 def test_preempted_requests_match_reference(start_engine: Callable[..., Any], tmp_path: Path) -> None:
@@ -145,3 +156,23 @@ def test_a_stale_index_and_surplus_rows_are_served(start_engine: Callable[..., A
     outputs = run(engine, [random_ids(37, 320, seed=900)], prompt_logprobs=0)
     assert worst_error(outputs, tiny_model(tiny_config())) <= LOGPROB_BUDGET
     assert all(token < 320 for token in outputs[0].outputs[0].token_ids)
+
+
+def test_tokens_guessed_from_the_prompt_change_nothing(start_engine: Callable[..., Any], tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, CONFIGS["rope-topk-gates"])
+    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    engine = start_engine(folder, speculative_config=guess, additional_config={"tiers": PLANS[-1]})
+    steps: list[int] = []
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        steps.extend(output.num_scheduled_tokens.values())
+        return output
+
+    scheduler.schedule = recording
+    # A prompt that repeats itself, so that there is something to guess.
+    outputs = run(engine, [random_ids(12, 320, seed=1000) * 4], new_tokens=40)
+    assert 4 in steps, "no step had three guessed tokens to check"
+    assert worst_error(outputs, load_model(folder)) <= LOGPROB_BUDGET

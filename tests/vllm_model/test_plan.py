@@ -139,15 +139,17 @@ def test_every_operator_of_every_layer_gets_a_tier() -> None:
 def test_auto_takes_the_fastest_that_serves(serve_only: Any) -> None:
     serve_only({"attention": {R, C, F}, "gate": {R, C}})
     choices = plan_and_resolve("auto")
-    assert choices[0, "attention"] == Choice(0, "attention", F, ())
-    assert choices[2, "gate"] == Choice(2, "gate", C, ("fast: no fast today",))
+    assert choices[1, "attention"] == Choice(1, "attention", F, (), tiers=(F, C, R))
+    assert choices[2, "gate"] == Choice(2, "gate", C, ("fast: no fast today",), tiers=(C, R))
+    assert choices[1, "attention"].slower(F) is C
+    assert choices[2, "gate"].slower(C) is R
 
 
 def test_a_slower_tier_asked_for_is_taken(serve_only: Any) -> None:
     serve_only({"attention": {R, C, F}, "gate": {R, F}})
     choices = plan_and_resolve("auto,1=reference,3.gate=reference")
     assert choices[1, "attention"] == Choice(
-        1, "attention", R, ("fast: not asked for", "compiled: not asked for"), named=True
+        1, "attention", R, ("fast: not asked for", "compiled: not asked for"), named=True, tiers=(F, C, R)
     )
     assert choices[3, "gate"].passed_over == ("fast: not asked for", "compiled: no compiled today")
     assert choices[2, "gate"].tier is F
@@ -279,11 +281,13 @@ DENSE = {"kind": "dense"}
         (Where("cuda"), {"head_dim": 24}, "head size 24"),
         (Where("cuda"), {"head_dim": 264}, "head size 264"),
         (Where("cuda"), {"pattern": {"kind": "topk", "k": 8193}}, "k is 8193"),
-        (Where("cuda"), {"pattern": {"kind": "window", "window": 9}}, "pattern window"),
+        (Where("cuda"), {"pattern": {"kind": "window", "window": 9}}, None),
+        (Where("cpu"), {"pattern": {"kind": "window", "window": 9}}, "needs CUDA"),
         (Where("cuda", dtype="bfloat16"), {"pattern": DENSE}, None),
-        (Where("cuda", dtype="float32"), {"pattern": DENSE}, "tf32"),
-        (Where("cuda"), {"pattern": DENSE, "position": {"kind": "alibi"}}, "ALiBi"),
-        (Where("cuda"), {"pattern": DENSE, "softcap": 30.0}, "softcap"),
+        (Where("cuda", dtype="bfloat16"), {"pattern": DENSE, "head_dim": 272}, None),
+        (Where("cuda", dtype="float32"), {"pattern": DENSE}, None),
+        (Where("cuda", dtype="float32"), {"pattern": DENSE, "head_dim": 272}, "head size 272"),
+        (Where("cuda"), {"pattern": DENSE, "position": {"kind": "alibi"}}, None),
         (Where("cpu"), {"pattern": DENSE}, None),
         (Where("cpu", block_size=128), {"pattern": DENSE}, None),
         (Where("cpu", block_size=48), {"pattern": DENSE}, "block size of a multiple of 32, not 48"),
@@ -295,7 +299,24 @@ def test_the_fast_tier_says_why_it_cannot_serve(where: Where, changes: dict[str,
     assert reason is None if expected is None else expected in str(reason)
 
 
-def test_dense_attention_of_the_fast_tier_is_vllms_own() -> None:
-    layers = ModelConfig.from_dict(tiny_config()).layers
-    assert [is_native(layer.mixer, Tier.FAST) for layer in layers] == [True, False, False, False]
-    assert not is_native(layers[0].mixer, Tier.REFERENCE)
+@pytest.mark.parametrize(
+    ("where", "changes", "expected"),
+    [
+        (Where("cuda", dtype="bfloat16"), {}, True),
+        (Where("cuda", dtype="bfloat16"), {"head_dim": 72}, True),
+        (Where("cuda", dtype="float32"), {}, False),  # tf32
+        (Where("cuda", dtype="bfloat16"), {"position": {"kind": "alibi"}}, False),
+        (Where("cuda", dtype="bfloat16"), {"softcap": 30.0}, False),
+        (Where("cuda", dtype="bfloat16"), {"pattern": {"kind": "window", "window": 9}}, False),
+        (Where("cpu", dtype="float32"), {}, True),
+        (Where("cpu", dtype="float32"), {"position": {"kind": "alibi"}}, True),
+        (Where("cpu", dtype="float32"), {"head_dim": 40}, False),
+    ],
+)
+def test_dense_attention_of_the_fast_tier_is_vllms_own_where_it_computes_the_same(
+    where: Where, changes: dict[str, Any], expected: bool
+) -> None:
+    mixer = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "pattern": DENSE, **changes}
+    layer = ModelConfig.from_dict(tiny_config(mixer=mixer, layers={})).layers[0]
+    assert is_native(layer.mixer, Tier.FAST, where) is expected
+    assert not is_native(layer.mixer, Tier.REFERENCE, where)

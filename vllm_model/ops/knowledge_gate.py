@@ -1,0 +1,403 @@
+"""The knowledge gate in Triton, forward and backward. Same contract as the reference; dispatch.py knows its limits.
+
+Legend: T tokens, M model width.
+
+Few tokens: W is far larger than everything else, so the kernel is as fast as W is read, once. `_project` gives each
+program some rows of W, which are outputs, and runs through both halves of the inputs, h and e, without putting them
+together; it then mixes the result into h. Each of its warps sums over inputs of its own: there are two rows of 16
+outputs per multiprocessor, and one warp that multiplies them all would be slower than the memory.
+
+Some tokens: every program reads all of h and e, from the L2 cache. That soon is more than W itself, unless a program has
+many outputs; then there are too few programs, so the inputs are cut into parts. `_parts` sums over each part, and
+`_combine` adds the parts, always in the same order, and does the rest.
+
+Many tokens: two products by torch (cuBLAS), the second added to the first, and `_combine` for the rest.
+
+Backward: a is kept from the forward pass, since computing it again costs half as much as the rest of the backward pass.
+`_differentiate` does what is element-wise, torch the products. With gradients the forward pass always goes the way of
+many tokens, which has a in memory anyway.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MODES = ("linear", "sigmoid", "mix")
+
+
+class Blocks(NamedTuple):
+    """How a product is cut into programs.
+
+    Attributes:
+        tokens, outputs: per program.
+        inputs: of h, and as many of e, per step, in 16 bits; half of it in float32. In `FEW` at least 32 per warp, since
+            a product needs 16.
+        warps, stages: of a program.
+    """
+
+    tokens: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+# Of either list the first row with room for the tokens counts; what the last row of FEW has no room for is some tokens,
+# what the last of SOME has none for is many. At M = 4096 each gives 128 programs, one for nearly every multiprocessor of
+# an H200, which then has 64 to 96 KiB of W under way.
+FEW = (Blocks(16, 32, 128, 4, 6), Blocks(32, 32, 128, 4, 5))
+SOME = (Blocks(64, 128, 64, 8, 4), Blocks(128, 128, 64, 8, 3))
+
+# Programs to aim at when inputs are cut into parts: the multiprocessors of an H200.
+PROGRAMS = 132
+
+# Elements per program of the element-wise kernels.
+ELEMENTS = 1024
+
+
+def knowledge_gate(
+    hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str
+) -> Tensor:
+    """Same contract as the reference, differentiable once; needs float32, float16 or bfloat16 on CUDA.
+
+    Raises:
+        ValueError: also where a dtype or the shape of the bias disagrees.
+    """
+    _check(hidden_TM, knowledge_TM, weight_M2M, bias_M, mode)
+    tensors = (hidden_TM, knowledge_TM, weight_M2M, bias_M)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if keep or torch.compiler.is_compiling():
+        return torch.ops.tiers_fast.knowledge_gate(*tensors, mode, keep)[0]
+    # Past the registered operator, which costs the host more than the launch does.
+    return _forward(*tensors, mode, keep)[0]
+
+
+def _check(hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str) -> None:
+    if hidden_TM.dim() != 2:
+        raise ValueError(f"hidden_TM has shape {tuple(hidden_TM.shape)}; expected tokens and width")
+    width = hidden_TM.shape[1]
+    expected = {
+        "knowledge_TM": (knowledge_TM, tuple(hidden_TM.shape)),
+        "weight_M2M": (weight_M2M, (width, 2 * width)),
+        "bias_M": (bias_M, (width,)),
+    }
+    if hidden_TM.dtype not in DTYPES:
+        raise ValueError(f"hidden_TM is {hidden_TM.dtype}; expected float32, float16 or bfloat16")
+    for name, (tensor, shape) in expected.items():
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+        if tensor.dtype != hidden_TM.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}; expected {hidden_TM.dtype}, that of hidden_TM")
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; expected 'linear', 'sigmoid' or 'mix'")
+
+
+def _forward(
+    hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """The result, and W [h; e] without the bias if it is to be kept and of use, else an empty tensor."""
+    tokens, width = hidden_TM.shape
+    hidden_TM, knowledge_TM, weight_M2M = rows(hidden_TM), rows(knowledge_TM), rows(weight_M2M)
+    bias_M = None if bias_M is None else bias_M.contiguous()
+    if tokens <= SOME[-1].tokens and not keep:
+        few = tokens <= FEW[-1].tokens
+        return (_few if few else _some)(hidden_TM, knowledge_TM, weight_M2M, bias_M, mode), hidden_TM.new_empty(0)
+    # In 16 bits a is rounded after either product, once more than in the reference. In float32 it would not be, but
+    # reading and writing it would take twice as long.
+    a_TM = torch.mm(hidden_TM, weight_M2M[:, :width].t())
+    torch.addmm(a_TM, knowledge_TM, weight_M2M[:, width:].t(), out=a_TM)
+    kept = keep and mode != "linear"
+    # Each element of a is read by the program that writes the result in its place.
+    out_TM = _empty(tokens, width, hidden_TM) if kept else a_TM
+    _finish(hidden_TM, knowledge_TM, a_TM[None], bias_M, out_TM, mode, overlap=False)
+    return out_TM, a_TM if kept else hidden_TM.new_empty(0)
+
+
+def _few(hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str) -> Tensor:
+    tokens, width = hidden_TM.shape
+    out_TM = _empty(tokens, width, hidden_TM)
+    if not out_TM.numel():
+        return out_TM
+    blocks = next(b for b in FEW if tokens <= b.tokens)
+    _project[(triton.cdiv(tokens, blocks.tokens), triton.cdiv(width, blocks.outputs))](
+        hidden_TM, knowledge_TM, weight_M2M, bias_M, out_TM, tokens, width,
+        hidden_TM.stride(0), knowledge_TM.stride(0), weight_M2M.stride(0),
+        MODE=mode, BIAS=bias_M is not None, WARPS=blocks.warps, **_options(blocks, hidden_TM.dtype),
+    )  # fmt: skip
+    return out_TM
+
+
+def _some(hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str) -> Tensor:
+    tokens, width = hidden_TM.shape
+    out_TM = _empty(tokens, width, hidden_TM)
+    blocks = next(b for b in SOME if tokens <= b.tokens)
+    options = _options(blocks, hidden_TM.dtype)
+    grid = (triton.cdiv(tokens, blocks.tokens), triton.cdiv(width, blocks.outputs))
+    # A part of fewer than 8 steps would spend most of its time on waiting for the first.
+    parts = max(1, min(PROGRAMS // (grid[0] * grid[1]), triton.cdiv(width, options["BLOCK_K"]) // 8))
+    partial_PTM = torch.empty((parts, tokens, width), dtype=torch.float32, device=hidden_TM.device)
+    overlap = hidden_TM.is_cuda and torch.cuda.get_device_capability(hidden_TM.device)[0] >= 9
+    _parts[(*grid, parts)](
+        hidden_TM, knowledge_TM, weight_M2M, partial_PTM, tokens, width,
+        hidden_TM.stride(0), knowledge_TM.stride(0), weight_M2M.stride(0), PARTS=parts, OVERLAP=overlap, **options,
+    )  # fmt: skip
+    _finish(hidden_TM, knowledge_TM, partial_PTM, bias_M, out_TM, mode, overlap)
+    return out_TM
+
+
+def _options(blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "BLOCK_T": blocks.tokens, "BLOCK_O": blocks.outputs, "BLOCK_K": blocks.inputs * 2 // dtype.itemsize,
+        # Three tf32 products stand for one in float32 and err by about as much; products in plain float32 unroll into
+        # code that takes minutes to compile.
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "num_warps": blocks.warps, "num_stages": blocks.stages,
+    }  # fmt: skip
+
+
+def _finish(
+    hidden_TM: Tensor, knowledge_TM: Tensor, partial_PTM: Tensor, bias_M: Tensor | None, out_TM: Tensor, mode: str,
+    overlap: bool,
+) -> None:  # fmt: skip
+    """Fill `out_TM` from the parts of a, which may be the same memory if there is one."""
+    parts, tokens, width = partial_PTM.shape
+    if not out_TM.numel():
+        return
+    _combine[(tokens, triton.cdiv(width, ELEMENTS))](
+        hidden_TM, knowledge_TM, partial_PTM, bias_M, out_TM, width, hidden_TM.stride(0), knowledge_TM.stride(0),
+        partial_PTM.stride(0), MODE=mode, BIAS=bias_M is not None, PARTS=parts, OVERLAP=overlap, BLOCK=ELEMENTS,
+        num_warps=4, launch_pdl=overlap,
+    )  # fmt: skip
+
+
+def rows(x: Tensor) -> Tensor:
+    """The same with neighbouring channels next to each other; rows may be any distance apart."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _empty(tokens: int, width: int, like: Tensor) -> Tensor:
+    return torch.empty((tokens, width), dtype=like.dtype, device=like.device)
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tiers_fast::knowledge_gate", mutates_args=())
+def _gate_op(
+    hidden: Tensor, knowledge: Tensor, weight: Tensor, bias: Tensor | None, mode: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    return _forward(hidden, knowledge, weight, bias, mode, keep)
+
+
+@_gate_op.register_fake
+def _(
+    hidden: Tensor, knowledge: Tensor, weight: Tensor, bias: Tensor | None, mode: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape if keep and mode != "linear" else (0,))
+
+
+@torch.library.custom_op("tiers_fast::knowledge_gate_backward", mutates_args=())
+def _backward_op(
+    grad: Tensor, hidden: Tensor, knowledge: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, mode: str,
+    needed: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of h, e, W and b; an empty tensor where none is needed."""
+    tokens, width = hidden.shape
+    # `grads` starts as what reaches h and e directly; what reaches them through a is added.
+    if mode == "linear":
+        grad_a, grads = (
+            grad,
+            [grad.contiguous().clone(), torch.zeros((tokens, width), dtype=grad.dtype, device=grad.device)],
+        )
+    else:
+        grad_a, *grads = (_empty(tokens, width, grad) for _ in range(3))
+        grad, hidden, knowledge = rows(grad), rows(hidden), rows(knowledge)
+        bias = None if bias is None else bias.contiguous()
+        if tokens:
+            _differentiate[(tokens, triton.cdiv(width, ELEMENTS))](
+                grad, hidden, knowledge, a, bias, grad_a, *grads, width,
+                grad.stride(0), hidden.stride(0), knowledge.stride(0),
+                MODE=mode, BIAS=bias is not None, BLOCK=ELEMENTS, num_warps=4,
+            )  # fmt: skip
+    for side, half in enumerate(weight.split(width, dim=1)):
+        grads[side] = torch.addmm(grads[side], grad_a, half, out=grads[side]) if needed[side] else grad.new_empty(0)
+    if needed[2]:
+        grad_weight = _empty(width, 2 * width, weight)
+        torch.mm(grad_a.t(), hidden, out=grad_weight[:, :width])
+        torch.mm(grad_a.t(), knowledge, out=grad_weight[:, width:])
+    else:
+        grad_weight = grad.new_empty(0)
+    grad_bias = grad_a.sum(dim=0) if needed[3] else grad.new_empty(0)
+    return grads[0], grads[1], grad_weight, grad_bias
+
+
+@_backward_op.register_fake
+def _(
+    grad: Tensor, hidden: Tensor, knowledge: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, mode: str,
+    needed: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    width = hidden.shape[1]
+    shapes = (hidden.shape, hidden.shape, (width, 2 * width), (width,))
+    one, two, three, four = (grad.new_empty(s if n else (0,)) for s, n in zip(shapes, needed, strict=True))
+    return one, two, three, four
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.mode, _ = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, a = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:4]
+    grads = torch.ops.tiers_fast.knowledge_gate_backward(grad, *tensors, a, ctx.mode, needed)
+    return *(g if n else None for g, n in zip(grads, needed, strict=True)), None, None
+
+
+_gate_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mixed(h, e, a, MODE: tl.constexpr):
+    """a mixed into h, in float32."""
+    if MODE == "linear":
+        y = h + a
+    else:
+        g = tl.sigmoid(a)
+        y = h + g * e if MODE == "sigmoid" else g * h + (1 - g) * e
+    return y
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _project(
+    h_ptr, e_ptr, w_ptr, b_ptr, out_ptr, tokens, width, stride_ht, stride_et, stride_wo,
+    MODE: tl.constexpr, BIAS: tl.constexpr, WARPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program = BLOCK_O outputs of BLOCK_T tokens, from the product to the result.
+
+    The products are batches of WARPS, of which each warp takes one: its own share of the inputs of a step.
+    """
+    SHARE: tl.constexpr = BLOCK_K // WARPS
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    share = tl.arange(0, WARPS)[:, None, None] * SHARE
+    k = tl.arange(0, SHARE)
+    h_rows = h_ptr + t.to(tl.int64)[None, :] * stride_ht
+    e_rows = e_ptr + t.to(tl.int64)[None, :] * stride_et
+    w_rows = w_ptr + o.to(tl.int64)[:, None] * stride_wo
+    acc = tl.zeros((WARPS, BLOCK_O, BLOCK_T), tl.float32)
+    acc_e = tl.zeros((WARPS, BLOCK_O, BLOCK_T), tl.float32)  # its own, so that no product waits for the other
+    for start in range(0, width, BLOCK_K):
+        across, down = start + share + k[None, None, :], start + share + k[None, :, None]
+        w_mask = (o < width)[None, :, None] & (across < width)
+        x_mask = (down < width) & (t < tokens)[None, None, :]
+        w = tl.load(w_rows[None, :, :] + across, mask=w_mask, other=0.0)  # [WARPS, BLOCK_O, SHARE]
+        h = tl.load(h_rows[None, :, :] + down, mask=x_mask, other=0.0)  # [WARPS, SHARE, BLOCK_T]
+        acc = tl.dot(w, h, acc, input_precision=PRECISION)
+        w = tl.load(w_rows[None, :, :] + width + across, mask=w_mask, other=0.0)
+        e = tl.load(e_rows[None, :, :] + down, mask=x_mask, other=0.0)
+        acc_e = tl.dot(w, e, acc_e, input_precision=PRECISION)
+    a = tl.sum(acc + acc_e, axis=0)  # [BLOCK_O, BLOCK_T]
+    if BIAS:
+        a += tl.load(b_ptr + o, mask=o < width, other=0.0).to(tl.float32)[:, None]
+    valid = (o < width)[:, None] & (t < tokens)[None, :]
+    h = tl.load(h_rows + o[:, None], mask=valid, other=0.0).to(tl.float32)
+    e = tl.load(e_rows + o[:, None], mask=valid, other=0.0).to(tl.float32)
+    place = t.to(tl.int64)[None, :] * width + o[:, None]
+    tl.store(out_ptr + place, _mixed(h, e, a, MODE).to(out_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _parts(
+    h_ptr, e_ptr, w_ptr, partial_ptr, tokens, width, stride_ht, stride_et, stride_wo,
+    PARTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program = BLOCK_O outputs of BLOCK_T tokens, summed over one part of the inputs, in float32.
+
+    Outputs are the rows of the product, since Hopper multiplies 64 rows at once.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()  # programs of `_combine` may start; they wait for the sums
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    part = tl.program_id(2)
+    k = tl.arange(0, BLOCK_K)
+    h_rows = h_ptr + t.to(tl.int64)[None, :] * stride_ht
+    e_rows = e_ptr + t.to(tl.int64)[None, :] * stride_et
+    w_rows = w_ptr + o.to(tl.int64)[:, None] * stride_wo
+    acc = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    steps = tl.cdiv(width, BLOCK_K)
+    each = tl.cdiv(steps, PARTS)
+    for step in range(part * each, tl.minimum(part * each + each, steps)):
+        i = step * BLOCK_K + k
+        w_mask = (o < width)[:, None] & (i < width)[None, :]
+        x_mask = (i < width)[:, None] & (t < tokens)[None, :]
+        w = tl.load(w_rows + i[None, :], mask=w_mask, other=0.0)  # [BLOCK_O, BLOCK_K]
+        h = tl.load(h_rows + i[:, None], mask=x_mask, other=0.0)  # [BLOCK_K, BLOCK_T]
+        acc = tl.dot(w, h, acc, input_precision=PRECISION)
+        w = tl.load(w_rows + width + i[None, :], mask=w_mask, other=0.0)
+        e = tl.load(e_rows + i[:, None], mask=x_mask, other=0.0)
+        acc = tl.dot(w, e, acc, input_precision=PRECISION)
+    place = (part.to(tl.int64) * tokens + t)[None, :] * width + o[:, None]
+    tl.store(partial_ptr + place, acc, mask=(o < width)[:, None] & (t < tokens)[None, :])
+
+
+@triton.jit
+def _combine(
+    h_ptr, e_ptr, a_ptr, b_ptr, out_ptr, width, stride_ht, stride_et, stride_ap,
+    MODE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program = BLOCK channels of one token: the parts of a are added, and a is mixed into h."""
+    t = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    h = tl.load(h_ptr + t * stride_ht + o, mask=o < width, other=0.0).to(tl.float32)
+    e = tl.load(e_ptr + t * stride_et + o, mask=o < width, other=0.0).to(tl.float32)
+    a = tl.zeros((BLOCK,), tl.float32)
+    if BIAS:
+        a += tl.load(b_ptr + o, mask=o < width, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()  # until `_parts` is done; nothing above is its work
+    for part in range(PARTS):
+        a += tl.load(a_ptr + part * stride_ap + t * width + o, mask=o < width, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t * width + o, _mixed(h, e, a, MODE).to(out_ptr.dtype.element_ty), mask=o < width)
+
+
+@triton.jit
+def _differentiate(
+    grad_ptr, h_ptr, e_ptr, a_ptr, b_ptr, grad_a_ptr, grad_h_ptr, grad_e_ptr, width, stride_gt, stride_ht, stride_et,
+    MODE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program = BLOCK channels of one token: the gradient of a, and those of h and e apart from what a passes on."""
+    t = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    grad = tl.load(grad_ptr + t * stride_gt + o, mask=o < width, other=0.0).to(tl.float32)
+    e = tl.load(e_ptr + t * stride_et + o, mask=o < width, other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + t * width + o, mask=o < width, other=0.0).to(tl.float32)
+    if BIAS:
+        a += tl.load(b_ptr + o, mask=o < width, other=0.0).to(tl.float32)
+    g = tl.sigmoid(a)
+    if MODE == "sigmoid":
+        grad_a = grad * e * g * (1 - g)
+        grad_h, grad_e = grad, grad * g
+    else:
+        h = tl.load(h_ptr + t * stride_ht + o, mask=o < width, other=0.0).to(tl.float32)
+        grad_a = grad * (h - e) * g * (1 - g)
+        grad_h, grad_e = grad * g, grad * (1 - g)
+    place = t * width + o
+    tl.store(grad_a_ptr + place, grad_a.to(grad_a_ptr.dtype.element_ty), mask=o < width)
+    tl.store(grad_h_ptr + place, grad_h.to(grad_h_ptr.dtype.element_ty), mask=o < width)
+    tl.store(grad_e_ptr + place, grad_e.to(grad_e_ptr.dtype.element_ty), mask=o < width)
