@@ -171,11 +171,15 @@ class TiersAttentionImpl(AttentionImpl):
             )
         metrics.count("attention", self.tier.value)
         tokens = attn_metadata.num_tokens
-        output[:tokens] = self.paged_attention(
-            query[:tokens], kv_cache, attn_metadata,
-            scale=self.scale, pattern=self.pattern, slopes_H=self.slopes_H, softcap=self.softcap,
-        )  # fmt: skip
-        output[tokens:] = 0
+        options = {
+            "scale": self.scale, "pattern": self.pattern, "slopes_H": self.slopes_H, "softcap": self.softcap,
+        }  # fmt: skip
+        if module := self._kernels():
+            module.fill(query[:tokens], kv_cache, attn_metadata, output[:tokens], **options)
+        else:
+            output[:tokens] = self.paged_attention(query[:tokens], kv_cache, attn_metadata, **options)
+        if tokens < len(output):
+            output[tokens:] = 0
         return output
 
     def _prove(self, kv_cache: Tensor) -> None:
@@ -211,6 +215,11 @@ class TiersAttentionImpl(AttentionImpl):
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write keys and values [T, KV, D] to their slots (block * N + offset); slot -1 is a padding row."""
+        if self.tier is Tier.FAST and kv_cache.is_cuda:
+            from tiers.vllm_model.ops.store_tokens import store_tokens
+
+            store_tokens(key, value, kv_cache, slot_mapping)
+            return
         tokens = slot_mapping.shape[0]
         # Padding goes to the first slot of block 0, the null block, which no request reads; dropping those rows instead
         # would make the host wait for the device.

@@ -157,7 +157,10 @@ def step(impl: TiersAttentionImpl) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_a_tier_that_agrees_with_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     warmed: list[int] = []
-    kernels = SimpleNamespace(warm_up=lambda cache, heads, longest, **options: warmed.append(longest))
+    kernels = SimpleNamespace(
+        warm_up=lambda cache, heads, longest, **options: warmed.append(longest),
+        fill=lambda query, cache, batch, out, **options: out.copy_(paged_attention(query, cache, batch, **options)),
+    )
     monkeypatch.setattr(TiersAttentionImpl, "_kernels", lambda impl: kernels)
     impl = make_fast_impl(paged_attention, named=False)
     dispatch.COUNTS.clear()

@@ -2,14 +2,10 @@
 
 Legend: T tokens, M model width.
 
-Few tokens: W is far larger than everything else, so the kernel is as fast as W is read, once. `_project` gives each
-program some rows of W, which are outputs, and runs through both halves of the inputs, h and e, without putting them
-together; it then mixes the result into h. Each of its warps sums over inputs of its own: there are two rows of 16
-outputs per multiprocessor, and one warp that multiplies them all would be slower than the memory.
-
-Some tokens: every program reads all of h and e, from the L2 cache. That soon is more than W itself, unless a program has
-many outputs; then there are too few programs, so the inputs are cut into parts. `_parts` sums over each part, and
-`_combine` adds the parts, always in the same order, and does the rest.
+Few tokens: W is far larger than everything else, so the kernels are as fast as W is read, once. `_parts` gives each
+program some rows of W, which are outputs, and one part of the inputs, h and e, which are not put together; `_combine` adds
+the parts, always in the same order, and mixes the result into h. (One kernel without parts reads W more slowly: too few
+programs, or too few outputs in each for the matrix unit. docs/log.md.)
 
 Many tokens: two products by torch (cuBLAS), the second added to the first, and `_combine` for the rest.
 
@@ -36,8 +32,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         tokens, outputs: per program.
-        inputs: of h, and as many of e, per step, in 16 bits; half of it in float32. In `FEW` at least 32 per warp, since
-            a product needs 16.
+        inputs: of h, and as many of e, per step, in 16 bits; half of it in float32.
         warps, stages: of a program.
     """
 
@@ -48,11 +43,9 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# Of either list the first row with room for the tokens counts; what the last row of FEW has no room for is some tokens,
-# what the last of SOME has none for is many. At M = 4096 each gives 128 programs, one for nearly every multiprocessor of
-# an H200, which then has 64 to 96 KiB of W under way.
-FEW = (Blocks(16, 32, 128, 4, 6), Blocks(32, 32, 128, 4, 5))
-SOME = (Blocks(64, 128, 64, 8, 4), Blocks(128, 128, 64, 8, 3))
+# The first row with room for the tokens counts; what the last has no room for is many. The fastest of those tried at
+# M = 4096 on an H200 (docs/log.md).
+FEW = (Blocks(16, 64, 128, 4, 4), Blocks(32, 64, 128, 4, 4), Blocks(64, 64, 64, 4, 5), Blocks(128, 64, 64, 4, 4))
 
 # Programs to aim at when inputs are cut into parts: the multiprocessors of an H200.
 PROGRAMS = 132
@@ -107,9 +100,8 @@ def _forward(
     tokens, width = hidden_TM.shape
     hidden_TM, knowledge_TM, weight_M2M = rows(hidden_TM), rows(knowledge_TM), rows(weight_M2M)
     bias_M = None if bias_M is None else bias_M.contiguous()
-    if tokens <= SOME[-1].tokens and not keep:
-        few = tokens <= FEW[-1].tokens
-        return (_few if few else _some)(hidden_TM, knowledge_TM, weight_M2M, bias_M, mode), hidden_TM.new_empty(0)
+    if tokens <= FEW[-1].tokens and not keep:
+        return _few(hidden_TM, knowledge_TM, weight_M2M, bias_M, mode), hidden_TM.new_empty(0)
     # In 16 bits a is rounded after either product, once more than in the reference. In float32 it would not be, but
     # reading and writing it would take twice as long.
     a_TM = torch.mm(hidden_TM, weight_M2M[:, :width].t())
@@ -127,18 +119,6 @@ def _few(hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Te
     if not out_TM.numel():
         return out_TM
     blocks = next(b for b in FEW if tokens <= b.tokens)
-    _project[(triton.cdiv(tokens, blocks.tokens), triton.cdiv(width, blocks.outputs))](
-        hidden_TM, knowledge_TM, weight_M2M, bias_M, out_TM, tokens, width,
-        hidden_TM.stride(0), knowledge_TM.stride(0), weight_M2M.stride(0),
-        MODE=mode, BIAS=bias_M is not None, WARPS=blocks.warps, **_options(blocks, hidden_TM.dtype),
-    )  # fmt: skip
-    return out_TM
-
-
-def _some(hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str) -> Tensor:
-    tokens, width = hidden_TM.shape
-    out_TM = _empty(tokens, width, hidden_TM)
-    blocks = next(b for b in SOME if tokens <= b.tokens)
     options = _options(blocks, hidden_TM.dtype)
     grid = (triton.cdiv(tokens, blocks.tokens), triton.cdiv(width, blocks.outputs))
     # A part of fewer than 8 steps would spend most of its time on waiting for the first.
@@ -278,46 +258,6 @@ def _mixed(h, e, a, MODE: tl.constexpr):
         g = tl.sigmoid(a)
         y = h + g * e if MODE == "sigmoid" else g * h + (1 - g) * e
     return y
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _project(
-    h_ptr, e_ptr, w_ptr, b_ptr, out_ptr, tokens, width, stride_ht, stride_et, stride_wo,
-    MODE: tl.constexpr, BIAS: tl.constexpr, WARPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One program = BLOCK_O outputs of BLOCK_T tokens, from the product to the result.
-
-    The products are batches of WARPS, of which each warp takes one: its own share of the inputs of a step.
-    """
-    SHARE: tl.constexpr = BLOCK_K // WARPS
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-    share = tl.arange(0, WARPS)[:, None, None] * SHARE
-    k = tl.arange(0, SHARE)
-    h_rows = h_ptr + t.to(tl.int64)[None, :] * stride_ht
-    e_rows = e_ptr + t.to(tl.int64)[None, :] * stride_et
-    w_rows = w_ptr + o.to(tl.int64)[:, None] * stride_wo
-    acc = tl.zeros((WARPS, BLOCK_O, BLOCK_T), tl.float32)
-    acc_e = tl.zeros((WARPS, BLOCK_O, BLOCK_T), tl.float32)  # its own, so that no product waits for the other
-    for start in range(0, width, BLOCK_K):
-        across, down = start + share + k[None, None, :], start + share + k[None, :, None]
-        w_mask = (o < width)[None, :, None] & (across < width)
-        x_mask = (down < width) & (t < tokens)[None, None, :]
-        w = tl.load(w_rows[None, :, :] + across, mask=w_mask, other=0.0)  # [WARPS, BLOCK_O, SHARE]
-        h = tl.load(h_rows[None, :, :] + down, mask=x_mask, other=0.0)  # [WARPS, SHARE, BLOCK_T]
-        acc = tl.dot(w, h, acc, input_precision=PRECISION)
-        w = tl.load(w_rows[None, :, :] + width + across, mask=w_mask, other=0.0)
-        e = tl.load(e_rows[None, :, :] + down, mask=x_mask, other=0.0)
-        acc_e = tl.dot(w, e, acc_e, input_precision=PRECISION)
-    a = tl.sum(acc + acc_e, axis=0)  # [BLOCK_O, BLOCK_T]
-    if BIAS:
-        a += tl.load(b_ptr + o, mask=o < width, other=0.0).to(tl.float32)[:, None]
-    valid = (o < width)[:, None] & (t < tokens)[None, :]
-    h = tl.load(h_rows + o[:, None], mask=valid, other=0.0).to(tl.float32)
-    e = tl.load(e_rows + o[:, None], mask=valid, other=0.0).to(tl.float32)
-    place = t.to(tl.int64)[None, :] * width + o[:, None]
-    tl.store(out_ptr + place, _mixed(h, e, a, MODE).to(out_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -3,7 +3,7 @@
 Top-k in topk_attention.py; windows, and what vLLM's own dense attention cannot do, in flash_attention.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,20 +33,21 @@ def paged_attention(
     """Same contract as the reference; needs contiguous head groups of one size."""
     if head_map is not None:
         raise ValueError(f"head_map is {head_map}; expected contiguous groups")
-    tokens = len(query_THD)
-    if isinstance(pattern, TopK):
-        # With one token per request every row is written; else rows past all requests are not.
-        filled = batch.max_query == 1 and tokens == len(batch.lengths_R)
-        out_THD = torch.empty_like(query_THD) if filled else torch.zeros_like(query_THD)
-        topk.topk_attention(
-            query_THD, cache_BKNC, batch, out_THD, scale=scale, pattern=pattern, slopes_H=slopes_H, softcap=softcap
-        )
-    else:
-        out_THD = torch.zeros_like(query_THD)
-        flash.flash_attention(
-            query_THD, cache_BKNC, batch, out_THD, scale=scale, pattern=pattern, slopes_H=slopes_H, softcap=softcap
-        )
+    out_THD = torch.empty_like(query_THD)
+    fill(query_THD, cache_BKNC, batch, out_THD, scale=scale, pattern=pattern, slopes_H=slopes_H, softcap=softcap)
     return out_THD
+
+
+def fill(
+    query_THD: Tensor, cache_BKNC: Tensor, batch: Batch, out_THD: Tensor, *,
+    scale: float, pattern: Pattern, slopes_H: Tensor | None, softcap: float | None,
+) -> None:  # fmt: skip
+    """As `paged_attention`, into memory that is there already: vLLM hands it over, and a copy would be a launch more."""
+    attend: Callable[..., None] = topk.topk_attention if isinstance(pattern, TopK) else flash.flash_attention
+    # With one token per request top-k writes every row; else rows past all requests are not written.
+    if not isinstance(pattern, TopK) or batch.max_query > 1 or len(query_THD) != len(batch.lengths_R):
+        out_THD.zero_()
+    attend(query_THD, cache_BKNC, batch, out_THD, scale=scale, pattern=pattern, slopes_H=slopes_H, softcap=softcap)
 
 
 def workspace_bytes(pattern: Pattern, heads: int, size: int, tokens: int, longest: int) -> int:

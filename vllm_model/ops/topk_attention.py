@@ -103,9 +103,10 @@ def batches_to_compile(pattern: TopK, heads: int, longest: int) -> list[tuple[in
     batches = []
     lengths = [1, *(TILE * size + 1 for size in BLOCKS_T if TILE * size < longest)]
     for length in (min(n, longest) for n in lengths):
-        rows = {1, TARGET_PROGRAMS // 2 // heads + 1, MANY_ROWS // heads + 1}
+        # Two tokens are as few as one for which kernel is chosen, and more than a decode step has.
+        rows = {2, TARGET_PROGRAMS // 2 // heads + 1, MANY_ROWS // heads + 1}
         batches += [(n, 1, length) for n in rows]
-        batches += [(1, n, max(n, length)) for n in rows if n > 1 and max(n, length) <= longest]
+        batches += [(1, n, max(n, length)) for n in rows if n <= longest]
     return batches
 
 
