@@ -96,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
 
+    _add_bench(commands)
+
     demo = commands.add_parser(
         "demo",
         help="Build a real in-house model, serve it, ask it a question over HTTP.",
@@ -116,6 +118,68 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="Time every tier against dense attention, and whole engines against each other.",
+        description="Time operators and whole engines, each after its result was checked; a case that fails has no speed. "
+        "Writes bench.json and bench.html. docs/bench.md says how everything is measured.",
+        allow_abbrev=False,
+    )
+    bench.set_defaults(run=_bench)
+    bench.add_argument(
+        "model", metavar="DIR", type=Path, nargs="?", help="model folder; without one, --kernels times standard shapes"
+    )
+    what = bench.add_argument_group("what to time")
+    what.add_argument("--kernels", action="store_true", help="only the operators by themselves")
+    what.add_argument("--engine", action="store_true", help="only whole engines")
+    what.add_argument(
+        "--tiers",
+        metavar="PLAN",
+        action="append",
+        help="a plan to run an engine with; give it several times to compare plans (default: reference and auto). With "
+        "names of tiers only, operators are timed on those tiers only",
+    )
+    what.add_argument("--native", action="store_true", help="also vLLM's own Llama class on the same weights, dense")
+    what.add_argument("--transformers", action="store_true", help="also that Llama with --model-impl transformers")
+    what.add_argument("--dummy", action="store_true", help="DIR has a config.json only; use vLLM's dummy weights")
+    what.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="(default: bfloat16; on the CPU float32)"
+    )
+
+    def number(group: Any, flag: str, text: str) -> None:
+        group.add_argument(flag, type=_positive, default=0, metavar="N", help=text)
+
+    kernels = bench.add_argument_group("operators")
+    kernels.add_argument("--batch", type=_positives, default=(), metavar="N,N", help="requests of a decode step")
+    kernels.add_argument("--context", type=_positives, default=(), metavar="N,N", help="tokens of each request")
+    kernels.add_argument("--k", type=_positives, default=(), metavar="N,N", help="keys that top-k keeps, without DIR")
+    kernels.add_argument(
+        "--share", action="append", choices=("head", "group"), help="who chooses keys, without DIR (default: head)"
+    )
+    engines = bench.add_argument_group("engines")
+    number(engines, "--prompt-len", "tokens of a prompt")
+    number(engines, "--output-len", "tokens generated for it")
+    number(engines, "--requests", "requests of a round")
+    number(engines, "--concurrency", "requests at a time")
+    engines.add_argument(
+        "--rounds", type=_positive, default=3, metavar="N", help="measured rounds of a start (default: 3)"
+    )
+    engines.add_argument("--starts", type=_positive, default=1, metavar="N", help="starts of each engine (default: 1)")
+    bench.add_argument("--out", type=Path, metavar="FOLDER", help="for the report (default: a new folder bench-DATE)")
+    bench.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer of 1 or more")
+    return int(text)
+
+
+def _positives(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(_positive(part) for part in text.split(",")))
 
 
 def _version() -> str:
@@ -179,6 +243,27 @@ def _generate(args: argparse.Namespace, rest: list[str]) -> None:
     for piece in stream_text(tokenizer, tokens):
         print(piece, end="", flush=True)
     print()
+
+
+def _bench(args: argparse.Namespace, rest: list[str]) -> None:
+    if args.model is None and (args.engine or not args.kernels):
+        _usage("tiers bench needs a model folder, or --kernels for the standard shapes")
+    if args.model is None and (args.native or args.transformers or args.dummy):
+        _usage("--native, --transformers and --dummy are for whole engines, which need a model folder")
+    if args.model is None and not set(args.tiers or ()) <= {"reference", "compiled", "fast"}:
+        _usage("--tiers without a model folder takes the name of a tier: reference, compiled or fast")
+    if args.model is not None and (args.k or args.share):
+        _usage("--k and --share are for the standard shapes; the patterns of a model folder are in its config.json")
+    from tiers.vllm_model.bench import Options, run
+
+    options = Options(
+        folder=args.model, kernels=args.kernels or not args.engine, engine=args.engine or not args.kernels,
+        plans=tuple(args.tiers or ("reference", "auto")), native=args.native, transformers=args.transformers,
+        dummy=args.dummy, dtype=args.dtype or "", batch=args.batch, context=args.context, k=args.k,
+        share=tuple(dict.fromkeys(args.share or ("head",))), prompt_len=args.prompt_len, output_len=args.output_len,
+        requests=args.requests, concurrency=args.concurrency, rounds=args.rounds, starts=args.starts,
+    )  # fmt: skip
+    sys.exit(run(options, args.out))
 
 
 def _demo(args: argparse.Namespace, rest: list[str]) -> None:

@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 import tempfile
 from collections import Counter
 from typing import Any
@@ -53,10 +54,20 @@ def publish() -> None:
         from prometheus_client import REGISTRY
         from prometheus_client.multiprocess import MultiProcessCollector
 
-        _published = tempfile.TemporaryDirectory(prefix="tiers-metrics-")
+        _published = tempfile.TemporaryDirectory(prefix=_prefix(os.getpid()))
         os.environ[FOLDER] = _published.name
         MultiProcessCollector(REGISTRY, _published.name)
     atexit.register(_log)
+
+
+def _prefix(process: int) -> str:
+    return f"tiers-metrics-{process}-"
+
+
+def remove_folder(process: int) -> None:
+    """Remove what a process on this machine that was killed after `publish` has left behind."""
+    for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{_prefix(process)}*")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def count(operator: str, tier: str) -> None:

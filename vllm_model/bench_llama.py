@@ -1,0 +1,178 @@
+"""The same model, as far as vLLM's own Llama class can express it: for comparing with vLLM and with transformers.
+
+Patterns and gates are left out, the rest is kept: so it is the same work but for what makes the model one of ours.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tiers.reference.checkpoint import open_checkpoint
+from tiers.reference.config import Dense, Dynamic, Linear, Llama3, ModelConfig, Rope, Swiglu, Yarn
+from tiers.reference.errors import ServingError
+from tiers.reference.heads import HeadLayout
+from tiers.reference.load import weights
+
+# Our name of a tensor in a layer, and Llama's.
+NAMES = {
+    "mixer_norm": "input_layernorm",
+    "mixer.q_proj": "self_attn.q_proj",
+    "mixer.k_proj": "self_attn.k_proj",
+    "mixer.v_proj": "self_attn.v_proj",
+    "mixer.o_proj": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate_proj": "mlp.gate_proj",
+    "ffn.up_proj": "mlp.up_proj",
+    "ffn.down_proj": "mlp.down_proj",
+}
+
+# Bytes of one weight file.
+SHARD = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class LlamaModel:
+    """What a Llama of the same shape is to a model.
+
+    Attributes:
+        config: its config.json.
+        weights_differ: why it cannot have the same weights; empty if it can.
+        function_differs: why it computes something else even with the same weights; empty if it does not.
+    """
+
+    config: dict[str, Any]
+    weights_differ: str
+    function_differs: str
+
+
+def as_llama(config: ModelConfig) -> LlamaModel:
+    """Describe a Llama of the same shape.
+
+    Raises:
+        ServingError: the layers differ in shape, which those of a Llama cannot.
+    """
+    first = config.layers[0]
+    shapes = {
+        (HeadLayout.of(m.heads, m.num_kv_heads).num_heads, m.num_kv_heads, m.head_dim, layer.ffn.intermediate_size)
+        for layer in config.layers
+        for m in (layer.mixer,)
+    }
+    if len(shapes) > 1:
+        raise ServingError(
+            f"--native and --transformers compare with a Llama, whose layers are all of one shape; this model has {len(shapes)} "
+            "shapes of heads and ffn. Leave these flags out"
+        )
+    ((heads, kv_heads, size, inner),) = shapes
+    rope: dict[str, Any] = {"rope_type": "default"}
+    position = first.mixer.position
+    if isinstance(position, Rope):
+        rope["rope_theta"] = position.theta
+        if isinstance(position.scaling, Linear | Llama3 | Yarn):
+            rope.update(rope_type=position.scaling.kind, **vars(position.scaling))
+    described = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": size,
+        "intermediate_size": inner,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm.eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": rope,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+    return LlamaModel(described, next(_other_weights(config), ""), next(_other_function(config), ""))
+
+
+def _other_weights(config: ModelConfig) -> Iterator[str]:
+    if config.norm.kind != "rms" or config.embedding_norm:
+        yield "its norms are not those of a Llama"
+    for index, layer in enumerate(config.layers):
+        mixer = layer.mixer
+        if not isinstance(layer.ffn, Swiglu) or layer.ffn.bias:
+            yield f"layer {index} has another ffn than a Llama"
+        if mixer.qkv_bias or mixer.o_bias or mixer.qk_norm:
+            yield f"layer {index} has biases or q/k norms"
+
+
+def _other_function(config: ModelConfig) -> Iterator[str]:
+    multipliers = (config.embedding_multiplier, config.residual_multiplier, config.logits_multiplier)
+    if config.residual != "sequential" or multipliers != (1.0, 1.0, 1.0):
+        yield "its residuals or multipliers are not those of a Llama"
+    for index, layer in enumerate(config.layers):
+        mixer, position = layer.mixer, layer.mixer.position
+        if not isinstance(mixer.pattern, Dense):
+            yield f"layer {index} has pattern {mixer.pattern.kind}; a Llama is dense"
+        if layer.gate is not None:
+            yield f"layer {index} has a gate, which a Llama leaves out"
+        if not _is_rotary(position) or position != config.layers[0].mixer.position:
+            yield f"layer {index} has other positions than a Llama"
+        if mixer.scale is not None or mixer.softcap is not None:
+            yield f"layer {index} has a scale or a softcap"
+
+
+def _is_rotary(position: object) -> bool:
+    """As a Llama has it. The dynamic scaling is fixed in ours and grows with a request in transformers."""
+    return (
+        isinstance(position, Rope)
+        and position.style == "half"
+        and position.partial_rotary_factor == 1
+        and not isinstance(position.scaling, Dynamic)
+    )
+
+
+def write(folder: Path, model: ModelConfig, source: Path | None) -> None:
+    """Write the Llama: config.json, and weight files unless `source` is None.
+
+    Args:
+        folder: made here.
+        model: our config.
+        source: our model folder, if a Llama can have its weights; tensors are renamed and query heads laid out in
+            contiguous groups.
+    """
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(as_llama(model).config, indent=1))
+    if source is None:
+        return
+    shard: dict[str, Tensor] = {}
+    index: dict[str, str] = {}
+
+    def save() -> None:
+        name = f"model-{len(set(index.values())) + 1:05d}.safetensors"
+        save_file(shard, folder / name)
+        index.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, tensor in _renamed(model, source):
+        shard[name] = tensor.contiguous()
+        if sum(part.nbytes for part in shard.values()) > SHARD:
+            save()
+    save()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def _renamed(model: ModelConfig, source: Path) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights(model, open_checkpoint(source)):
+        if not name.startswith("layers."):
+            yield (name if name.startswith("lm_head.") else f"model.{name}"), tensor
+            continue
+        _, number, rest = name.split(".", 2)
+        part = rest.removesuffix(".weight")
+        if part not in NAMES:  # a gate's
+            continue
+        mixer = model.layers[int(number)].mixer
+        layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
+        if part == "mixer.q_proj":
+            tensor = layout.arrange(tensor, mixer.head_dim, dim=0, copy=True)
+        elif part == "mixer.o_proj":
+            tensor = layout.arrange(tensor, mixer.head_dim, dim=1, copy=False)
+        yield f"model.layers.{number}.{NAMES[part]}.weight", tensor
