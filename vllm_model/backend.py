@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import (
 from tiers.reference.errors import ServingError
 from tiers.reference.ops.attention import Pattern
 from tiers.reference.ops.paged_attention import Batch
-from tiers.vllm_model import compat, dispatch, metrics, serving
+from tiers.vllm_model import compat, dispatch, metrics
 from tiers.vllm_model.compat import BACKEND_NAME
 from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.ops import workspace
@@ -65,12 +65,16 @@ class TiersMetadataBuilder(AttentionMetadataBuilder[TiersMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Full graphs of decode steps if every layer of ours can be captured; the reference asks for lengths on the host,
-        and the compiled tier for the number of pages."""
-        tiers = {
-            choice.tier
-            for choice in serving.choose_tiers(vllm_config)
-            if choice.operator == "attention" and not choice.native
-        }
+        and the compiled tier for the number of pages.
+
+        The answer holds for as long as the engine lives, so kernels that do not even compile have to be known now: each
+        layer is tried on a small cache.
+        """
+        tiers = set()
+        for layer in vllm_config.compilation_config.static_forward_context.values():
+            if isinstance(impl := getattr(layer, "impl", None), TiersAttentionImpl):
+                impl.prove_early(kv_cache_spec.block_size, kv_cache_spec.dtype)
+                tiers.add(impl.tier)
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if tiers <= {Tier.FAST} else AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -132,7 +136,7 @@ class TiersAttentionImpl(AttentionImpl):
         self.slopes_H = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.longest, self.most_tokens = longest, most_tokens
         self.paged_attention = dispatch.function("paged_attention", self.tier)
-        # The reference needs no proof; any other tier is compared with it once, on the cache that it will work on.
+        # The reference needs no proof; any other tier is compared with it, on the cache that it will work on.
         self.proved = self.tier is Tier.REFERENCE
 
     def forward(
@@ -160,10 +164,10 @@ class TiersAttentionImpl(AttentionImpl):
                 compat.scratch(size, query.device)
             return output.fill_(0)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if self.slopes_H is not None and self.slopes_H.device != query.device:
+        if self.slopes_H is not None and self.slopes_H.device != query.device:  # the reference is not proved
             self.slopes_H = self.slopes_H.to(query.device)
         if not self.proved and not capturing:
-            self._prove(kv_cache)
+            self.prove(kv_cache)
         if capturing and self.tier is not Tier.FAST:
             raise ServingError(
                 f"layer {self.choice.layer} fell back to tier {self.tier.value}, which cannot be part of the full CUDA "
@@ -182,13 +186,21 @@ class TiersAttentionImpl(AttentionImpl):
             output[tokens:] = 0
         return output
 
-    def _prove(self, kv_cache: Tensor) -> None:
+    def prove_early(self, block_size: int, dtype: torch.dtype) -> None:
+        """As `prove`, on a cache of a few blocks, where there are kernels of ours and a device for them."""
+        if self._kernels() and torch.cuda.is_available():
+            self.prove(torch.zeros(4, self.num_kv_heads, block_size, 2 * self.head_size, dtype=dtype, device="cuda"))
+
+    @torch.inference_mode()
+    def prove(self, kv_cache: Tensor) -> None:
         """Compare the tier with the reference on this layer's cache; on failure take the next slower one, or stop.
 
         Raises:
             ServingError: the tier failed and the plan asked for it by name.
         """
         self.proved = True
+        if self.slopes_H is not None:
+            self.slopes_H = self.slopes_H.to(kv_cache.device)
         options = {
             "scale": self.scale, "pattern": self.pattern, "slopes_H": self.slopes_H, "softcap": self.softcap,
         }  # fmt: skip

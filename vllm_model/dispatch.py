@@ -4,6 +4,7 @@ Resolved once, while the model is built. What ran is counted, so that a test, or
 """
 
 import importlib
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ OPS: Mapping[str, Mapping[str, Mapping[Tier, str]]] = {
     "attention": {
         "paged_attention": {
             Tier.REFERENCE: "tiers.reference.ops.paged_attention",
+            Tier.COMPILED: "tiers.compiled.ops.paged_attention",
             # Where vLLM's own dense attention serves instead: see `is_native`.
             Tier.FAST: "tiers.vllm_model.ops.paged_attention",
         }
@@ -26,10 +28,12 @@ OPS: Mapping[str, Mapping[str, Mapping[Tier, str]]] = {
     "gate": {
         "knowledge_gate": {
             Tier.REFERENCE: "tiers.reference.ops.knowledge_gate",
+            Tier.COMPILED: "tiers.compiled.ops.knowledge_gate",
             Tier.FAST: "tiers.vllm_model.ops.knowledge_gate",
         },
         "knowledge_bank": {
             Tier.REFERENCE: "tiers.reference.ops.knowledge_bank",
+            Tier.COMPILED: "tiers.compiled.ops.knowledge_bank",
             Tier.FAST: "tiers.vllm_model.ops.knowledge_bank",
         },
     },
@@ -99,6 +103,8 @@ def unsupported(operator: str, tier: Tier, layer: Layer, where: Where) -> str | 
     """Why a tier cannot serve an operator of a layer, or None if it can."""
     if any(tier not in tiers for tiers in OPS[operator].values()):
         return f"no {tier.value} implementation"
+    if tier is Tier.COMPILED and os.environ.get("TORCHDYNAMO_DISABLE", "0") == "1":
+        return "torch.compile is switched off (TORCHDYNAMO_DISABLE=1)"
     if operator == "attention" and tier is Tier.FAST:
         return _fast_attention(layer.mixer, where)
     if operator == "gate" and tier is Tier.FAST:

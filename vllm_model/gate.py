@@ -49,10 +49,10 @@ class GateTier:
             ServingError: the tier failed its proof and the plan asked for it by name.
         """
         if name in self.unproved and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            self._prove(name, tokens, rest)
+            self.prove(name, tokens, rest)
         return self.functions[name](*tokens, *rest)
 
-    def _prove(self, name: str, tokens: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
+    def prove(self, name: str, tokens: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
         """Compare a function with the reference; on failure the whole gate takes the next slower tier, or stops."""
         reference = dispatch.function(name, Tier.REFERENCE)
         while name in self.unproved:
@@ -118,12 +118,12 @@ class KnowledgeGate(nn.Module):
         self, config: c.Gate, width: int, vocab_size: int, choice: Choice, quant_config: object, prefix: str
     ) -> None:
         super().__init__()
-        self.mode, self.source, self.prefix = config.mode, config.source, prefix
+        self.mode, self.source, self.width, self.prefix = config.mode, config.source, width, prefix
         # Where the operators find it, as vLLM's own layers are found.
         layers = get_current_vllm_config().compilation_config.static_forward_context
         if prefix in layers:
             raise ValueError(f"two layers are named {prefix}")
-        layers[prefix] = GateTier(choice)
+        self.served = layers[prefix] = GateTier(choice)
         self.proj = ReplicatedLinear(
             2 * width, width, bias=config.bias, quant_config=quant_config, prefix=f"{prefix}.proj"
         )
@@ -135,6 +135,18 @@ class KnowledgeGate(nn.Module):
             self.bank_keys = nn.Parameter(torch.empty(config.slots or 0, width), requires_grad=False)
             self.bank_values = nn.Parameter(torch.empty(config.slots or 0, width), requires_grad=False)
 
+    def prove(self) -> None:
+        """Compare the tier with the reference, and compile it, before the first request; needs the weights."""
+        like = self.proj.weight.new_empty(0, self.width)
+        if self.source == "bank":
+            self.served.prove("knowledge_bank", (like,), (self.bank_keys, self.bank_values, self.scale))
+        if self._plain():
+            self.served.prove("knowledge_gate", (like, like), (self.proj.weight, self.proj.bias, self.mode))
+
+    def _plain(self) -> bool:
+        """Whether the weight is a plain matrix; a quantised one or a LoRA adapter only the layer itself can multiply."""
+        return type(self.proj) is ReplicatedLinear and isinstance(self.proj.quant_method, UnquantizedLinearMethod)
+
     def forward(self, hidden: Tensor, token_ids: Tensor | None) -> Tensor:
         """[T, M] to [T, M]; `token_ids` [T] is read only by source "token"."""
         layer = _encode_layer_name(self.prefix)
@@ -143,8 +155,7 @@ class KnowledgeGate(nn.Module):
         else:
             knowledge = torch.ops.tiers.knowledge_bank(hidden, self.bank_keys, self.bank_values, self.scale, layer)
         proj = self.proj
-        if type(proj) is ReplicatedLinear and isinstance(proj.quant_method, UnquantizedLinearMethod):
+        if self._plain():
             return torch.ops.tiers.knowledge_gate(hidden, knowledge, proj.weight, proj.bias, self.mode, layer)
-        # A quantised weight or a LoRA adapter: only the layer itself knows what to multiply with.
         a, _ = proj(torch.cat((hidden, knowledge), dim=-1))
         return combine(hidden, knowledge, a, self.mode)

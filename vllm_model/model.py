@@ -35,7 +35,7 @@ from tiers.reference.heads import HeadLayout
 from tiers.reference.model import slopes
 from tiers.reference.ops.rope import rope_table
 from tiers.vllm_model import dispatch, serving, weights
-from tiers.vllm_model.backend import TiersAttentionBackend
+from tiers.vllm_model.backend import TiersAttentionBackend, TiersAttentionImpl
 from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.gate import KnowledgeGate
 
@@ -79,6 +79,15 @@ def _make_rope(
     return layer
 
 
+class _Attention(Attention):
+    """vLLM's layer, which asks a backend of ours to prove itself as soon as there is a cache to prove it on."""
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        super().bind_kv_cache(kv_cache)
+        if isinstance(self.impl, TiersAttentionImpl):
+            self.impl.prove(kv_cache)
+
+
 class TiersAttention(nn.Module):
     def __init__(
         self, config: c.Attention, model: c.ModelConfig, choice: Choice, vllm_config: VllmConfig, prefix: str
@@ -116,7 +125,7 @@ class TiersAttention(nn.Module):
                 "longest": vllm_config.model_config.max_model_len,
                 "most_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
             }  # fmt: skip
-        self.attn = Attention(
+        self.attn = _Attention(
             self.num_heads, config.head_dim, config.softmax_scale, num_kv_heads=self.num_kv_heads,
             alibi_slopes=None if all_slopes is None else all_slopes.tolist(), cache_config=vllm_config.cache_config,
             quant_config=quant_config, logits_soft_cap=config.softcap, prefix=f"{prefix}.attn", **ours,
@@ -356,4 +365,8 @@ class TiersForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-        return weights.load(self, self.config, tensors, strict=self.quant_config is None)
+        filled = weights.load(self, self.config, tensors, strict=self.quant_config is None)
+        for module in self.modules():
+            if isinstance(module, KnowledgeGate):
+                module.prove()
+        return filled

@@ -23,13 +23,20 @@ def knowledge_bank(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor, scale:
 
     Source: attention over persistent memory vectors, Sukhbaatar et al. 2019 (1907.01470), outside the self-attention.
     """
-    width = hidden_TM.shape[-1]
-    if keys_NM.shape[-1] != width:
-        raise ValueError(f"keys_NM has width {keys_NM.shape[-1]}; expected {width}, that of hidden_TM")
-    if values_NM.shape != keys_NM.shape:
-        raise ValueError(f"values_NM has shape {tuple(values_NM.shape)}; expected {tuple(keys_NM.shape)}")
+    check(hidden_TM, keys_NM, values_NM)
     # The softmax is done in float32 whatever the dtype: with many slots, bf16 sums lose the small weights.
     weights_TN = (
         (hidden_TM @ keys_NM.T).float().mul(scale) if hidden_TM.element_size() < 4 else hidden_TM @ keys_NM.T * scale
     )
     return weights_TN.softmax(dim=-1).to(hidden_TM.dtype) @ values_NM
+
+
+def check(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor) -> None:
+    """Raises:
+    ValueError: see `knowledge_bank`.
+    """
+    width = hidden_TM.shape[-1]
+    if keys_NM.shape[-1] != width:
+        raise ValueError(f"keys_NM has width {keys_NM.shape[-1]}; expected {width}, that of hidden_TM")
+    if values_NM.shape != keys_NM.shape:
+        raise ValueError(f"values_NM has shape {tuple(values_NM.shape)}; expected {tuple(keys_NM.shape)}")

@@ -6,6 +6,8 @@ Legend: T tokens, M model width, N slots of a bank.
 import torch
 from torch import Tensor
 
+MODES = ("linear", "sigmoid", "mix")
+
 
 def knowledge_gate(
     hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str
@@ -33,13 +35,22 @@ def knowledge_gate(
     Source: the unit of this project's users (a Linear(2 dim, dim) on [hidden; knowledge]); the nearest published ones
     are the per-layer embedding gate of Gemma 3n and the memory gate of Engram, which differ in the gate's form.
     """
+    check(hidden_TM, knowledge_TM, weight_M2M, mode)
+    a = torch.nn.functional.linear(torch.cat((hidden_TM, knowledge_TM), dim=-1), weight_M2M, bias_M)
+    return combine(hidden_TM, knowledge_TM, a, mode)
+
+
+def check(hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, mode: str) -> None:
+    """Raises:
+    ValueError: see `knowledge_gate`.
+    """
     width = hidden_TM.shape[-1]
     if knowledge_TM.shape != hidden_TM.shape:
         raise ValueError(f"knowledge_TM has shape {tuple(knowledge_TM.shape)}; expected {tuple(hidden_TM.shape)}")
     if weight_M2M.shape != (width, 2 * width):
         raise ValueError(f"weight_M2M has shape {tuple(weight_M2M.shape)}; expected ({width}, {2 * width})")
-    a = torch.nn.functional.linear(torch.cat((hidden_TM, knowledge_TM), dim=-1), weight_M2M, bias_M)
-    return combine(hidden_TM, knowledge_TM, a, mode)
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; expected 'linear', 'sigmoid' or 'mix'")
 
 
 def combine(hidden_TM: Tensor, knowledge_TM: Tensor, a_TM: Tensor, mode: str) -> Tensor:
@@ -49,6 +60,4 @@ def combine(hidden_TM: Tensor, knowledge_TM: Tensor, a_TM: Tensor, mode: str) ->
     gate = torch.sigmoid(a_TM)
     if mode == "sigmoid":
         return hidden_TM + gate * knowledge_TM
-    if mode == "mix":
-        return gate * hidden_TM + (1 - gate) * knowledge_TM
-    raise ValueError(f"mode is {mode!r}; expected 'linear', 'sigmoid' or 'mix'")
+    return gate * hidden_TM + (1 - gate) * knowledge_TM

@@ -202,3 +202,26 @@ def test_under_auto_a_tier_that_fails_gives_way_to_the_next_that_agrees(monkeypa
     dispatch.COUNTS.clear()
     step(impl)
     assert dict(dispatch.COUNTS) == {("attention", "compiled"): 1}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "expected"),
+    [
+        ([Tier.FAST, Tier.FAST], "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ([], "UNIFORM_SINGLE_TOKEN_DECODE"),  # all layers are vLLM's own
+        ([Tier.FAST, Tier.COMPILED], "NEVER"),
+        ([Tier.REFERENCE], "NEVER"),
+    ],
+)
+def test_full_graphs_need_every_layer_of_ours_on_the_fast_tier(
+    monkeypatch: pytest.MonkeyPatch, tiers: list[Tier], expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    layers: dict[str, Any] = {
+        str(i): SimpleNamespace(impl=make_impl(choice=Choice(i, "attention", tier))) for i, tier in enumerate(tiers)
+    }
+    layers["native"] = SimpleNamespace(impl=object())
+    layers["gate"] = object()
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    spec = SimpleNamespace(block_size=16, dtype=torch.float32)
+    assert backend.TiersMetadataBuilder.get_cudagraph_support(config, spec).name == expected

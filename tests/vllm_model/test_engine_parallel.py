@@ -86,6 +86,34 @@ def test_compiled_by_vllm_matches_reference(tmp_path: Path) -> None:
     assert counts["gate reference"] > 0
 
 
+def small_config() -> dict[str, Any]:
+    """A dense layer, whose heads vLLM's CPU attention was built for, and one of top-k attention with a gate: few things
+    to compile."""
+    layers = {
+        "0": {"mixer": {"pattern": {"kind": "dense"}}},
+        "1": {"gate": {"mode": "sigmoid", "source": "bank", "slots": 5}},
+    }
+    return tiny_config(mixer={**tiny_config()["mixer"], "head_dim": 32}, num_hidden_layers=2, layers=layers)
+
+
+def test_the_compiled_tier_inside_what_vllm_compiles_matches_reference(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", small_config())
+    cache = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    result = run_process(folder, cache, additional_config={"tiers": "compiled"})
+    assert result["error"] <= LOGPROB_BUDGET
+    (counts,) = result["counts"]
+    assert set(counts) == {"attention compiled", "gate compiled"}
+
+
+def test_auto_on_the_cpu_is_the_compiled_tier_unless_vllm_has_a_kernel(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", small_config())
+    result = run_process(folder, {"TORCHDYNAMO_DISABLE": "0"}, enforce_eager=True, block_size=32)
+    assert result["error"] <= LOGPROB_BUDGET
+    (counts,) = result["counts"]
+    assert set(counts) == {"attention compiled", "gate compiled"}
+    assert counts["attention compiled"] == counts["gate compiled"]
+
+
 def test_lora_adapter_equals_merged_weights(tmp_path: Path) -> None:
     config = tiny_config()
     config["mixer"] = {**config["mixer"], "head_map": "contiguous"}

@@ -1,0 +1,1 @@
+"""One operator per file: the same file name, function name and signature as in the reference."""

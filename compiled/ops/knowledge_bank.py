@@ -1,0 +1,22 @@
+"""The bank of learned slots through torch.compile. Legend: T tokens, M model width, N slots."""
+
+from torch import Tensor
+
+from tiers.compiled.options import compiled, first_size_varies, kinds
+from tiers.reference.ops.knowledge_bank import check
+
+
+def knowledge_bank(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor, scale: float) -> Tensor:
+    """Same contract as the reference, gradients included. One code for one token and one for any other number."""
+    check(hidden_TM, keys_NM, values_NM)
+    if not len(hidden_TM):
+        return hidden_TM.clone()
+    first_size_varies(hidden_TM)
+    return compiled(_knowledge_bank, kinds(hidden_TM, keys_NM, values_NM))(hidden_TM, keys_NM, values_NM, scale)
+
+
+def _knowledge_bank(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor, scale: float) -> Tensor:
+    # The softmax is done in float32 at least, as in the reference.
+    scores_TN = hidden_TM @ keys_NM.T
+    scores_TN = (scores_TN.float() if scores_TN.element_size() < 4 else scores_TN) * scale
+    return scores_TN.softmax(dim=-1).to(hidden_TM.dtype) @ values_NM

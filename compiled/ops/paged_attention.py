@@ -1,0 +1,326 @@
+"""Attention over the paged cache through torch.compile.
+
+Legend: T packed query tokens of all requests, R query tokens done together, H query heads, KV key/value heads, D head
+size, B blocks in the cache, N tokens per block, P blocks of the longest context, L = P * N tokens, X blocks of all
+contexts, one after another; M queries: the rows of a matrix of scores.
+
+Two functions are compiled, since one token per context and many want different loops:
+
+- `_decode`: one query token each of R contexts. Keys and values are multiplied where they lie in the cache: Inductor puts
+  the look-up of a block into the loops over [X, H, N, D], so that nothing is copied, and as X counts only blocks that
+  exist, contexts of different lengths waste nothing. Just the scores, small beside the keys, are put into rows
+  [H, R, L], where pattern and softmax work; the weights are read from there again block by block.
+- `_prefill`: several query tokens of one context. Its blocks are gathered once, as matrices in float32, and multiplied.
+
+What stays the same while a model is served is compiled in (`Setup`). Numbers of tokens, contexts and blocks are dynamic
+and never 1, for which torch.compile would make code of its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from tiers.compiled.options import compiled, first_size_varies, kinds
+from tiers.reference.config import Dense, TopK, Window
+from tiers.reference.ops.attention import Pattern
+from tiers.reference.ops.paged_attention import Batch
+
+# Elements held at once of scores, and of what `_decode` adds up: 64 MiB in float32. More is done in parts, down to one
+# query token.
+MAX_SCORES = 2**24
+
+# Rows of scores are as long as the longest context. Contexts of other lengths are not joined if that more than doubles
+# the rows, unless they have no more elements than this.
+SMALL = 2**18
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is compiled in: sizes and arguments that are the same in every step."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    page: int
+    scale: float
+    pattern: Pattern
+    head_map: tuple[int, ...] | None
+    softcap: float | None
+
+    def blocks(self, length: int) -> int:
+        """Blocks of a context."""
+        return -(-length // self.page)
+
+    @property
+    def least_blocks(self) -> int:
+        """Rows of scores have at least so many blocks: topk wants k elements, and 1 would be compiled in."""
+        return max(2, self.blocks(self.pattern.k)) if isinstance(self.pattern, TopK) else 2
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Query tokens `start` to `stop` of the batch, the last ones of the first `length` tokens of a request."""
+
+    start: int
+    stop: int
+    request: int
+    length: int
+
+
+@torch.no_grad()
+def paged_attention(
+    query_THD: Tensor,
+    cache_BKNC: Tensor,
+    batch: Batch,
+    *,
+    scale: float,
+    pattern: Pattern,
+    head_map: Sequence[int] | None = None,
+    slopes_H: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Same contract as the reference; no gradients. Compiles once for decode steps and once for prompts."""
+    heads, size = query_THD.shape[1:]
+    kv_heads, page = cache_BKNC.shape[1:3]
+    setup = Setup(heads, kv_heads, size, page, scale, pattern, None if head_map is None else tuple(head_map), softcap)
+    _check(cache_BKNC, batch, setup, slopes_H)
+    variant = (kinds(query_THD, cache_BKNC, slopes_H), cache_BKNC.stride())
+    kv_H = None if setup.head_map is None else _on_device(setup.head_map, query_THD.device)
+    pieces = _pieces(batch, setup)
+
+    decode = compiled(_decode, variant, setup=setup)
+    groups = list(_groups([piece for piece in pieces if piece.stop - piece.start == 1], setup))
+    if len(groups) == 1 and len(groups[0]) == len(batch.lengths_R) == len(query_THD) > 1:
+        blocks = _blocks(batch.block_table_RP, batch.lengths_R, groups[0], setup)
+        return decode(*_varying(query_THD.contiguous(), cache_BKNC, *blocks), _widest(groups[0], setup), kv_H, slopes_H)
+
+    out_THD = torch.zeros_like(query_THD)
+    for group in groups:
+        # Never one row alone: beside it goes one that sees a single token of the same request.
+        rows = group if len(group) > 1 else [*group, Piece(group[0].start, group[0].stop, group[0].request, 1)]
+        tokens_R, requests_R, lengths_R = torch.tensor(
+            [[row.start, row.request, row.length] for row in rows], device=query_THD.device
+        ).T
+        blocks = _blocks(batch.block_table_RP[requests_R], lengths_R, rows, setup)
+        out_RHD = decode(*_varying(query_THD[tokens_R], cache_BKNC, *blocks), _widest(rows, setup), kv_H, slopes_H)
+        out_THD[tokens_R[: len(group)]] = out_RHD[: len(group)]
+
+    prefill = compiled(_prefill, variant, setup=setup)
+    for piece in pieces:
+        if piece.stop - piece.start > 1:
+            part = slice(piece.start, piece.stop)
+            blocks_P = batch.block_table_RP[piece.request, : setup.blocks(piece.length)]
+            # Blocks beyond the context stand behind every query; any that exists will do.
+            blocks_P = torch.cat((blocks_P, blocks_P[:1].expand(max(0, setup.least_blocks - len(blocks_P)))))
+            positions_T = torch.arange(piece.length - (piece.stop - piece.start), piece.length, device=query_THD.device)
+            varying = _varying(query_THD[part].clone(), cache_BKNC, blocks_P, positions_T.int())
+            out_THD[part] = prefill(*varying, kv_H, slopes_H)
+    return out_THD
+
+
+def _pieces(batch: Batch, setup: Setup) -> list[Piece]:
+    """The query tokens of every request, long prompts in parts whose scores fit."""
+    lengths, starts = batch.host
+    pieces = []
+    for request, length in enumerate(lengths):
+        start, end = starts[request], starts[request + 1]
+        most = max(1, MAX_SCORES // (setup.heads * max(1, length)))
+        for first in range(start, end, most):
+            stop = min(first + most, end)
+            pieces.append(Piece(first, stop, request, length - (end - stop)))
+    return pieces
+
+
+def _groups(rows: list[Piece], setup: Setup) -> Iterator[list[Piece]]:
+    """Single query tokens that are done together: what fits, and does not differ too much in length."""
+    group: list[Piece] = []
+    total = 0
+    for row in sorted(rows, key=lambda row: row.length):
+        blocks = setup.blocks(row.length)
+        padded = (len(group) + 1) * max(blocks, setup.least_blocks) * setup.page * setup.heads
+        actual = (total + blocks) * setup.page * setup.heads
+        products = (total + blocks) * setup.size * setup.heads
+        if group and (max(padded, products) > MAX_SCORES or padded > max(2 * actual, SMALL)):
+            yield sorted(group, key=lambda row: row.start)
+            group, total = [], 0
+        group.append(row)
+        total += blocks
+    if group:
+        yield sorted(group, key=lambda row: row.start)
+
+
+def _widest(rows: list[Piece], setup: Setup) -> int:
+    return max(setup.least_blocks, *(setup.blocks(row.length) for row in rows))
+
+
+def _blocks(table_RP: Tensor, lengths_R: Tensor, rows: list[Piece], setup: Setup) -> tuple[Tensor, ...]:
+    """The blocks of all contexts, one after another.
+
+    Not compiled, as Inductor would work these out again wherever they are read.
+
+    Returns:
+        Lengths [R], int32; where the blocks of a context begin [R]; and of each block [X] its context, its place in
+        there and its id.
+    """
+    lengths_R = lengths_R.int()
+    blocks_R = (lengths_R + (setup.page - 1)) // setup.page
+    first_R = blocks_R.cumsum(0) - blocks_R
+    # The sum is known here, so that a device need not be asked for it.
+    total = sum(setup.blocks(row.length) for row in rows)
+    context_X = torch.repeat_interleave(blocks_R, output_size=total)
+    place_X = torch.arange(total, device=first_R.device) - first_R[context_X]
+    return lengths_R, first_R, context_X, place_X, table_RP[context_X, place_X].long()
+
+
+def _varying(*tensors: Tensor) -> tuple[Tensor, ...]:
+    first_size_varies(*tensors)
+    return tensors
+
+
+def _decode(
+    query_RHD: Tensor,
+    cache_BKNC: Tensor,
+    lengths_R: Tensor,
+    first_R: Tensor,
+    context_X: Tensor,
+    place_X: Tensor,
+    block_X: Tensor,
+    widest: int,
+    kv_H: Tensor | None,
+    slopes_H: Tensor | None,
+    *,
+    setup: Setup,
+) -> Tensor:
+    """Query r is the last token of context r; `_blocks` says what the lists are."""
+    size, page, device = setup.size, setup.page, query_RHD.device
+    exact = _exact(query_RHD)
+    if kv_H is None:
+        kv_H = torch.arange(setup.heads, device=device) // (setup.heads // setup.kv_heads)
+    # Keys and values are cut apart before the look-up: one look-up for both would be a copy of the blocks.
+    key_XHND = cache_BKNC[..., :size][block_X[:, None], kv_H].to(exact)
+    scores_XHN = (query_RHD.to(exact)[context_X][:, :, None] * key_XHND).sum(-1)
+
+    # Behind the last block of a context stands one of the next, which no query sees.
+    index_RP = (first_R[:, None] + torch.arange(widest, device=device)).clamp(max=len(block_X) - 1)
+    scores_HRL = rearrange(scores_XHN[index_RP], "r p h n -> h r (p n)")
+    weights_HRL = _weights(scores_HRL, lengths_R - 1, slopes_H, setup)
+    weights_XHN = rearrange(weights_HRL, "h r (p n) -> r p h n", n=page)[context_X, place_X]
+
+    value_XHND = cache_BKNC[..., size:][block_X[:, None], kv_H].to(exact)
+    # The rest of a last block may hold NaN, which a weight of zero does not remove.
+    owned_XN = place_X[:, None] * page + torch.arange(page, device=device) < lengths_R[context_X][:, None]
+    value_XHND = torch.where(owned_XN[:, None, :, None], value_XHND, 0)
+    part_XHD = (weights_XHN[..., None] * value_XHND).sum(-2)
+    owned_RP = torch.arange(widest, device=device) * page < lengths_R[:, None]
+    out_RHD = _sum(torch.where(owned_RP[:, :, None, None], part_XHD[index_RP], 0), 1)
+    return (out_RHD / rearrange(_sum(weights_HRL, -1), "h r -> r h 1")).to(query_RHD.dtype)
+
+
+def _prefill(
+    query_THD: Tensor,
+    cache_BKNC: Tensor,
+    blocks_P: Tensor,
+    positions_T: Tensor,
+    kv_H: Tensor | None,
+    slopes_H: Tensor | None,
+    *,
+    setup: Setup,
+) -> Tensor:
+    """The queries stand at ascending positions of one context, which consists of the blocks."""
+    size = setup.size
+    exact = _exact(query_THD)
+    # A head map is done with a copy of keys and values for each query head.
+    both_PKNC = cache_BKNC[blocks_P] if kv_H is None else cache_BKNC[blocks_P[:, None], kv_H]
+    kv, g = both_PKNC.shape[1], setup.heads // both_PKNC.shape[1]
+    key_KLD, value_KLD = rearrange(both_PKNC.to(exact), "p kv n c -> kv (p n) c").split(size, dim=-1)
+    # Behind the last query may stand NaN, which a weight of zero does not remove.
+    owned_L = torch.arange(value_KLD.shape[1], device=value_KLD.device) <= positions_T[-1]
+    value_KLD = torch.where(owned_L[:, None], value_KLD, 0)
+    query_KMD = rearrange(query_THD.to(exact), "t (kv g) d -> kv (g t) d", kv=kv)
+    scores_HTL = rearrange(query_KMD @ key_KLD.mT, "kv (g t) l -> (kv g) t l", g=g)
+    weights_HTL = _weights(scores_HTL, positions_T, slopes_H, setup)
+    out_KMD = rearrange(weights_HTL, "(kv g) t l -> kv (g t) l", kv=kv) @ value_KLD
+    out_THD = rearrange(out_KMD, "kv (g t) d -> t (kv g) d", g=g)
+    return (out_THD / rearrange(_sum(weights_HTL, -1), "h t -> t h 1")).to(query_THD.dtype)
+
+
+def _weights(scores_HML: Tensor, positions_M: Tensor, slopes_H: Tensor | None, setup: Setup) -> Tensor:
+    """What each value counts, before the division by their sum; zero where a key is not kept.
+
+    Args:
+        scores_HML: q . k of key j in column j; columns behind a query's position may hold anything.
+        positions_M: of the queries, int32.
+        slopes_H, setup: as elsewhere.
+    """
+    pattern, lowest = setup.pattern, float("-inf")
+    scores_HML = scores_HML * setup.scale
+    if setup.softcap is not None:
+        scores_HML = setup.softcap * torch.tanh(scores_HML / setup.softcap)
+    key_L = torch.arange(scores_HML.shape[-1], device=scores_HML.device, dtype=torch.int32)
+    distance_ML = positions_M[:, None] - key_L
+    if slopes_H is not None:
+        scores_HML = scores_HML - slopes_H.to(scores_HML.dtype)[:, None, None] * distance_ML
+    scores_HML = torch.where(distance_ML >= 0, scores_HML, lowest)
+    if not isinstance(pattern, Dense):
+        always_ML = (distance_ML < pattern.window) | (key_L < pattern.sink)
+        if isinstance(pattern, Window):
+            kept_HML = always_ML
+        else:
+            ranked_HML = _group_max(scores_HML, setup) if pattern.share == "group" else scores_HML
+            candidates_HML = ranked_HML
+            if pattern.window or pattern.sink:
+                candidates_HML = torch.where(always_ML, lowest, ranked_HML)
+            best_HMk = candidates_HML.topk(pattern.k, dim=-1, sorted=False).values
+            # NaN ranks highest, as in the reference, and stays in ("not below"), so that it shows in the output.
+            threshold_HM1 = torch.where(best_HMk.isnan(), float("inf"), best_HMk).amin(-1, keepdim=True)
+            kept_HML = always_ML | ~(ranked_HML < threshold_HM1)
+        scores_HML = torch.where(kept_HML, scores_HML, lowest)
+    return (scores_HML - scores_HML.amax(-1, keepdim=True)).exp()
+
+
+def _group_max(scores_HML: Tensor, setup: Setup) -> Tensor:
+    """[H, M, L]: the largest score over the query heads that read the same key/value head."""
+    if setup.head_map is None:
+        best_KML = rearrange(scores_HML, "(kv g) m l -> kv g m l", kv=setup.kv_heads).amax(1)
+        return best_KML.repeat_interleave(setup.heads // setup.kv_heads, dim=0)
+    best: dict[int, Tensor] = {}
+    for head, kv in enumerate(setup.head_map):
+        best[kv] = torch.maximum(best[kv], scores_HML[head]) if kv in best else scores_HML[head]
+    return torch.stack([best[kv] for kv in setup.head_map])
+
+
+def _sum(tensor: Tensor, dim: int) -> Tensor:
+    """In float64: Inductor sums float32 in one of two ways by length, so that it would compile again for long contexts."""
+    return tensor.sum(dim, dtype=torch.float64)
+
+
+def _exact(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+@cache
+def _on_device(head_map: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(head_map, device=device)
+
+
+def _check(cache_BKNC: Tensor, batch: Batch, setup: Setup, slopes_H: Tensor | None) -> None:
+    heads, kv_heads, head_map = setup.heads, setup.kv_heads, setup.head_map
+    if cache_BKNC.shape[3] != 2 * setup.size:
+        raise ValueError(f"cache_BKNC has {cache_BKNC.shape[3]} channels; expected {2 * setup.size}, 2 * head size")
+    if head_map is None and heads % kv_heads:
+        raise ValueError(f"query_THD has {heads} heads; expected a multiple of {kv_heads}, or a head_map")
+    if head_map is not None and len(head_map) != heads:
+        raise ValueError(f"head_map has {len(head_map)} entries; expected {heads}, one per query head")
+    if head_map is not None and not all(0 <= kv < kv_heads for kv in head_map):
+        raise ValueError(f"head_map is {list(head_map)}; expected indices from 0 to {kv_heads - 1}")
+    if slopes_H is not None and slopes_H.shape != (heads,):
+        raise ValueError(f"slopes_H has shape {tuple(slopes_H.shape)}; expected ({heads},), one per query head")
+    lengths, starts = batch.host
+    for request, length in enumerate(lengths):
+        tokens = starts[request + 1] - starts[request]
+        if length < tokens:
+            raise ValueError(f"request {request} has {length} tokens; expected at least {tokens}, its query tokens")

@@ -1,0 +1,70 @@
+"""How this tier compiles: the one place that names arguments of torch.compile."""
+
+import os
+from collections.abc import Callable, Hashable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@cache
+def compiled(function: FunctionType, variant: Hashable, **fixed: Any) -> Callable[..., Any]:
+    """Compile a function with some of its keyword arguments fixed. Compiles at the first call, for inference or training.
+
+    Each combination of arguments is compiled by itself. For one of them dynamo compiles again only where a dimension is
+    1 (or 0) that was larger, or the reverse, and where something changes that `variant` should have named; it raises
+    when it has done so too often, and never turns to eager execution.
+
+    Args:
+        function: takes positional arguments, and `fixed` by keyword.
+        variant: what tells apart calls that need different code, such as dtypes; see `kinds`.
+        fixed: hashable; integers in it become constants of the code.
+
+    Returns:
+        Takes the positional arguments. Raises RuntimeError where torch.compile is off and would run the function eagerly.
+    """
+    # Dynamo keeps integers of default arguments as constants; any other it takes for a dynamic size.
+    body = FunctionType(function.__code__, function.__globals__, function.__name__, None, function.__closure__)
+    body.__kwdefaults__ = fixed
+
+    def traced(*args: Any) -> Any:
+        # Decided while tracing, so this costs nothing afterwards. In eager execution it is false.
+        if not torch.compiler.is_compiling():
+            raise RuntimeError(_why_eager())
+        return body(*args)
+
+    # Dynamo keeps what it compiled, and counts it against its limit, by code object.
+    traced.__code__ = traced.__code__.replace(co_name=function.__name__)
+    return torch.compile(traced, fullgraph=True, dynamic=True)
+
+
+def kinds(*tensors: Tensor | None) -> Hashable:
+    """What code depends on besides sizes: dtype, device and what autograd wants of each tensor, or that there is none."""
+    return (
+        torch.is_grad_enabled(),
+        *(None if tensor is None else (tensor.dtype, tensor.device.type, tensor.requires_grad) for tensor in tensors),
+    )
+
+
+def first_size_varies(*tensors: Tensor) -> None:
+    """Declare the first dimension of each tensor dynamic and the others constants of the code.
+
+    Without it dynamo takes sizes that happen to be equal in the first call for one and the same, and compiles again when
+    they differ. A first dimension of 1 is left to dynamo, which compiles for it separately.
+    """
+    for tensor in tensors:
+        if len(tensor) > 1:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))
+
+
+def _why_eager() -> str:
+    found = [name for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if os.environ.get(name) == "1"]
+    cause = f"{' and '.join(found)}=1" if found else "torch._dynamo.config.disable, or the stance of torch.compiler"
+    return (
+        f"an operator of the compiled tier was called, but {cause} turns torch.compile off, so it would run uncompiled; "
+        "unset it, or choose another tier"
+    )
