@@ -1,35 +1,42 @@
-"""The gate and the bank through torch.compile: values, gradients, and how often they are compiled."""
+"""The gate through torch.compile: values, gradients, and how often it is compiled."""
 
+import inspect
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from tiers.compiled.ops.knowledge_bank import knowledge_bank
 from tiers.compiled.ops.knowledge_gate import knowledge_gate
 from tiers.compiled.options import compiled
-from tiers.reference.ops.knowledge_bank import knowledge_bank as bank_reference
+from tiers.reference.ops.knowledge_gate import MODES
 from tiers.reference.ops.knowledge_gate import knowledge_gate as reference
 from tiers.reference.testing.compare import assert_close, assert_within_budget
 
-WIDTH, SLOTS = 48, 5
+WIDTH = 48
 
 
-@pytest.fixture(autouse=True)
-def _compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def _compiling() -> Iterator[None]:
     """The other tests switch torch.compile off, see conftest.py."""
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "0"
     compiled.cache_clear()
     yield
     compiled.cache_clear()
+    if before is not None:
+        os.environ["TORCHDYNAMO_DISABLE"] = before
 
 
-def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(
+    tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h, e, W and b."""
     generator = torch.Generator().manual_seed(tokens)
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
 
     return randn(tokens, WIDTH), randn(tokens, WIDTH), randn(WIDTH, 2 * WIDTH) / 10, randn(WIDTH)
 
@@ -38,75 +45,73 @@ def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_a_session_compiles_the_gate_twice() -> None:
+def test_signature_is_that_of_the_reference() -> None:
+    assert inspect.signature(knowledge_gate) == inspect.signature(reference)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_session_compiles_twice(mode: str) -> None:
     before = graphs()
-    with torch.no_grad():
-        for tokens in (1, 2, 17, 1, 64, 3, 200, 5):
+    with torch.inference_mode():
+        for tokens in (WIDTH, 1, 2, 2 * WIDTH, 17, 1, 0, *range(3, 30), 64, 5000):
             tensors = inputs(tokens)
-            assert_close(knowledge_gate(*tensors, "sigmoid"), reference(*tensors, "sigmoid"), 1e-5)
+            assert_close(knowledge_gate(*tensors, mode), reference(*tensors, mode), 1e-5)
     # One token, and any other number of them.
     assert graphs() - before == 2
 
 
-@pytest.mark.parametrize("mode", ["linear", "mix"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_every_mode_matches_the_reference(mode: str, bias: bool) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+def test_values_and_gradients_match_the_reference(mode: str, has_bias: bool) -> None:
     before = graphs()
-    h, e, weight, b = inputs(7)
-    with torch.no_grad():
-        actual = knowledge_gate(h, e, weight, b if bias else None, mode)
-    assert_close(actual, reference(h, e, weight, b if bias else None, mode), 1e-5)
-    assert graphs() > before
-
-
-def test_gate_errs_no_more_than_eager_does() -> None:
-    tensors = inputs(7, torch.bfloat16)
-    exact = reference(*(x.double() for x in tensors), "mix")
-    with torch.no_grad():
-        assert_within_budget(knowledge_gate(*tensors, "mix"), reference(*tensors, "mix"), exact)
-
-
-def test_gradients_of_the_gate_match_the_reference() -> None:
-    leaves = [x.requires_grad_() for x in inputs(9)]
-    grads = [torch.autograd.grad(f(*leaves, "mix").square().sum(), leaves) for f in (knowledge_gate, reference)]
-    for actual, expected in zip(*grads, strict=True):
-        assert_close(actual, expected, 1e-4)
-
-
-def test_a_session_compiles_the_bank_twice() -> None:
-    before = graphs()
-    keys, values = torch.randn(SLOTS, WIDTH), torch.randn(SLOTS, WIDTH)
-    with torch.no_grad():
-        for tokens in (1, 2, 17, 1, 64):
-            h = inputs(tokens)[0]
-            assert_close(knowledge_bank(h, keys, values, 0.2), bank_reference(h, keys, values, 0.2), 1e-5)
+    for tokens in (9, 1, 4):
+        leaves = [x.requires_grad_() for x in inputs(tokens, torch.float64)[: 4 if has_bias else 3]]
+        bias = leaves[3] if has_bias else None
+        outs = [f(*leaves[:3], bias, mode) for f in (knowledge_gate, reference)]
+        assert_close(outs[0], outs[1], 1e-12)
+        actual, expected = (torch.autograd.grad(out.square().sum(), leaves) for out in outs)
+        for a, e in zip(actual, expected, strict=True):
+            assert_close(a, e, 1e-10)
     assert graphs() - before == 2
 
 
-def test_gradients_of_the_bank_match_the_reference() -> None:
-    leaves = [x.requires_grad_() for x in (inputs(9)[0], torch.randn(SLOTS, WIDTH), torch.randn(SLOTS, WIDTH))]
-    grads = [torch.autograd.grad(f(*leaves, 0.2).square().sum(), leaves) for f in (knowledge_bank, bank_reference)]
-    for actual, expected in zip(*grads, strict=True):
-        assert_close(actual, expected, 1e-4)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_compiled_errs_no_more_than_eager_does(dtype: torch.dtype) -> None:
+    tensors = inputs(7, dtype)
+    exact = reference(*(x.double() for x in tensors), "mix")
+    with torch.inference_mode():
+        assert_within_budget(knowledge_gate(*tensors, "mix"), reference(*tensors, "mix"), exact)
 
 
-def test_no_token_gives_no_result() -> None:
-    tensors = inputs(0)
-    assert knowledge_gate(*tensors, "mix").shape == (0, WIDTH)
-    assert knowledge_bank(tensors[0], torch.randn(2, WIDTH), torch.randn(2, WIDTH), 1.0).shape == (0, WIDTH)
+def test_no_argument_is_modified_or_returned() -> None:
+    for tokens in (0, 7):
+        tensors = inputs(tokens)
+        before = [tensor.clone() for tensor in tensors]
+        with torch.inference_mode():
+            actual = knowledge_gate(*tensors, "linear")
+        assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+        assert all(actual is not tensor for tensor in tensors)
 
 
-def test_wrong_shapes_are_refused() -> None:
+def test_wrong_arguments_are_refused() -> None:
     h, e, weight, b = inputs(3)
     with pytest.raises(ValueError, match="knowledge_TM has shape"):
         knowledge_gate(h, e[:2], weight, b, "mix")
+    with pytest.raises(ValueError, match="weight_M2M has shape"):
+        knowledge_gate(h, e, weight.T, b, "mix")
     with pytest.raises(ValueError, match="mode is 'other'"):
         knowledge_gate(h, e, weight, b, "other")
-    with pytest.raises(ValueError, match="keys_NM has width"):
-        knowledge_bank(h, torch.randn(2, 3), torch.randn(2, 3), 1.0)
 
 
-def test_where_torch_compile_is_off_nothing_pretends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    with pytest.raises(RuntimeError, match="TORCHDYNAMO_DISABLE=1 turns"):
-        knowledge_gate(*inputs(3), "mix")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_can_be_captured_once_it_is_compiled() -> None:
+    tensors = inputs(7, device="cuda")
+    with torch.inference_mode():
+        knowledge_gate(*tensors, "mix")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            actual = knowledge_gate(*tensors, "mix")
+        tensors[0].mul_(2)
+        graph.replay()
+        assert_close(actual, reference(*tensors, "mix"), 1e-4)
