@@ -62,8 +62,8 @@ def first_size_varies(*tensors: Tensor) -> None:
 
 
 def _why_eager() -> str:
-    found = [name for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if os.environ.get(name) == "1"]
-    cause = f"{' and '.join(found)}=1" if found else "torch._dynamo.config.disable, or the stance of torch.compiler"
+    found = [f"{name}=1" for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if os.environ.get(name) == "1"]
+    cause = " and ".join(found) or "a setting (torch._dynamo.config.disable or torch.compiler.set_stance)"
     return (
         f"an operator of the compiled tier was called, but {cause} turns torch.compile off, so it would run uncompiled; "
         "unset it, or choose another tier"

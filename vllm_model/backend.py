@@ -159,7 +159,7 @@ class TiersAttentionImpl(AttentionImpl):
                 # What the tier will hold beside its arguments has to be part of what is measured, and has to have its
                 # place before a graph refers to it.
                 size = module.workspace_bytes(
-                    self.pattern, self.num_heads, self.head_size, self.most_tokens, self.longest
+                    self.pattern, self.num_heads, self.num_kv_heads, self.head_size, self.most_tokens, self.longest
                 )
                 compat.scratch(size, query.device)
             return output.fill_(0)
@@ -217,7 +217,7 @@ class TiersAttentionImpl(AttentionImpl):
             logger.warning("%s; this layer is served by tier %s", where, self.tier.value)
             self.paged_attention = dispatch.function("paged_attention", self.tier)
         if module := self._kernels():
-            module.warm_up(kv_cache, self.num_heads, self.longest, **options)
+            module.warm_up(kv_cache, self.num_heads, self.most_tokens, self.longest, **options)
 
     def _kernels(self) -> Any:
         """The module of the fast tier, which knows what its kernels need; None on another tier."""

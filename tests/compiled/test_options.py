@@ -23,20 +23,19 @@ def folded(x: Tensor, *, width: int) -> Tensor:
 
 def test_where_the_environment_switches_torch_compile_off_nothing_pretends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    with pytest.raises(RuntimeError, match="TORCHDYNAMO_DISABLE=1 turns torch.compile off"):
+    with pytest.raises(RuntimeError, match=r"TORCHDYNAMO_DISABLE=1 turns torch\.compile off"):
         compiled(folded, "environment", width=2)(torch.zeros(6))
 
 
 def test_where_the_settings_switch_torch_compile_off_nothing_pretends() -> None:
     # What TORCH_COMPILE_DISABLE=1 sets.
     run = compiled(folded, "settings", width=2)
-    with torch._dynamo.config.patch(disable=True), pytest.raises(RuntimeError, match="turns torch.compile off"):
+    with torch._dynamo.config.patch(disable=True), pytest.raises(RuntimeError, match=r"_dynamo\.config\.disable"):
         run(torch.zeros(6))
-    assert run(torch.zeros(6)).shape == (3, 2)
 
 
 def test_a_stance_against_compiling_is_refused() -> None:
-    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=r"the stance of torch\.compiler"):
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="set_stance"):
         compiled(folded, "stance", width=2)(torch.zeros(6))
 
 

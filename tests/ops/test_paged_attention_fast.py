@@ -211,3 +211,21 @@ def test_fast_reaches_blocks_beyond_32_bit_offsets() -> None:
     inputs.batch.block_table_RP[0, :3] = far.int()
     inputs.cache_BKNC = cache
     assert torch.equal(run(inputs, **options), expected)
+
+
+@pytest.mark.parametrize(
+    "pattern", [TopK(6, 1, 2), TopK(300, 1, 2), TopK(300, 1, 2, "group"), Window(70, 2), Dense()], ids=str
+)
+@pytest.mark.parametrize("requests", [[(1, 80)], [(1, 80), (1, 3), (1, 41)], [(9, 80)]], ids=["one", "three", "prompt"])
+def test_what_is_reserved_suffices(monkeypatch: pytest.MonkeyPatch, requests: Any, pattern: Any) -> None:
+    from tiers.vllm_model.ops import paged_attention as module
+    from tiers.vllm_model.ops import workspace
+
+    asked: list[int] = []
+    allocate = workspace._allocate
+    monkeypatch.setattr(workspace, "provide", lambda size, device: asked.append(size) or allocate(size, device))
+    inputs = make(requests, "G2-D40-page16")
+    inputs.query_THD = inputs.query_THD[: int(inputs.batch.starts_R1[-1])]
+    tokens = len(inputs.query_THD)
+    run(inputs, scale=0.3, pattern=pattern)
+    assert max(asked) <= module.workspace_bytes(pattern, 4, 2, 40, tokens, inputs.batch.max_length)

@@ -156,9 +156,9 @@ def step(impl: TiersAttentionImpl) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_a_tier_that_agrees_with_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    warmed: list[int] = []
+    warmed: list[tuple[int, int]] = []
     kernels = SimpleNamespace(
-        warm_up=lambda cache, heads, longest, **options: warmed.append(longest),
+        warm_up=lambda cache, heads, tokens, longest, **options: warmed.append((tokens, longest)),
         fill=lambda query, cache, batch, out, **options: out.copy_(paged_attention(query, cache, batch, **options)),
     )
     monkeypatch.setattr(TiersAttentionImpl, "_kernels", lambda impl: kernels)
@@ -168,7 +168,7 @@ def test_a_tier_that_agrees_with_the_reference_serves(monkeypatch: pytest.Monkey
         out, expected, _ = step(impl)
         assert torch.equal(out, expected)
     assert dict(dispatch.COUNTS) == {("attention", "fast"): 2}
-    assert warmed == [64]
+    assert warmed == [(32, 64)]
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,8 @@ from tiers.vllm_model.ops.topk_attention import MERGE_PARTS, TARGET_PROGRAMS, VA
 # Keys per step, and rows (query tokens times heads of a group) per program of a prompt.
 BLOCK_S, PROMPT_ROWS = 64, 128
 
-# Parts of the keys of one program's queries at most, which bounds the workspace of `_merge`.
+# Parts of the keys of one program's queries at most.
 MAX_PARTS = 32
-
-
-def workspace_bytes(heads: int, size: int, tokens: int) -> int:
-    """What a step of `tokens` one-token requests holds at most beside its arguments."""
-    rows = min(tokens * heads, TARGET_PROGRAMS * MAX_PARTS)
-    return 4 * rows * MAX_PARTS * (size + 2) + workspace.SLACK
 
 
 def flash_attention(

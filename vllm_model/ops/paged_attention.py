@@ -14,6 +14,7 @@ from tiers.reference.ops.attention import Pattern
 from tiers.reference.ops.paged_attention import Batch
 from tiers.vllm_model.ops import flash_attention as flash
 from tiers.vllm_model.ops import topk_attention as topk
+from tiers.vllm_model.ops.workspace import SLACK
 
 # What `warm_up` has seen.
 _warm: set[Any] = set()
@@ -50,20 +51,20 @@ def fill(
     attend(query_THD, cache_BKNC, batch, out_THD, scale=scale, pattern=pattern, slopes_H=slopes_H, softcap=softcap)
 
 
-def workspace_bytes(pattern: Pattern, heads: int, size: int, tokens: int, longest: int) -> int:
+def workspace_bytes(pattern: Pattern, heads: int, kv_heads: int, size: int, tokens: int, longest: int) -> int:
     """Bytes that a step holds beside its arguments.
 
     Args:
-        pattern, heads, size: of the layer.
+        pattern, heads, kv_heads, size: of the layer.
         tokens: query tokens of a step at most.
         longest: context at most.
     """
     if isinstance(pattern, TopK):
-        return topk.workspace_bytes(pattern, heads, tokens, longest) + flash.workspace_bytes(heads, size, tokens)
-    return flash.workspace_bytes(heads, size, tokens)
+        return topk.workspace_bytes(pattern, heads, kv_heads, size, tokens, longest)
+    return topk.partial_bytes(heads, kv_heads, size) + SLACK
 
 
-def warm_up(cache_BKNC: Tensor, heads: int, longest: int, **options: Any) -> None:
+def warm_up(cache_BKNC: Tensor, heads: int, tokens: int, longest: int, **options: Any) -> None:
     """Compile every kernel that serving can ask for, by running it on the first block of the cache.
 
     Compiled kernels are kept on disk, so that a second start takes no time.
@@ -71,6 +72,7 @@ def warm_up(cache_BKNC: Tensor, heads: int, longest: int, **options: Any) -> Non
     Args:
         cache_BKNC: the live cache of a layer; only read.
         heads: query heads.
+        tokens: query tokens of a step at most; what was reserved holds no more.
         longest: context at most.
         options: scale, pattern, slopes_H, softcap as of `paged_attention`.
     """
@@ -81,13 +83,13 @@ def warm_up(cache_BKNC: Tensor, heads: int, longest: int, **options: Any) -> Non
     else:
         batches = [(1, 1, 1), (1, 1, longest), (1, min(2, longest), longest)]
     key = (
-        tuple(batches), pattern, heads, cache_BKNC.shape[1:], cache_BKNC.dtype,
+        tokens, tuple(batches), pattern, heads, cache_BKNC.shape[1:], cache_BKNC.dtype,
         options["slopes_H"] is None, options["softcap"] is None,
     )  # fmt: skip
     if key in _warm:
         return
     _warm.add(key)
-    for requests, queries, length in batches:
+    for requests, queries, length in (b for b in batches if b[0] * b[1] <= tokens):
         query = torch.zeros(requests * queries, heads, size, dtype=cache_BKNC.dtype, device=cache_BKNC.device)
         pages = -(-length // cache_BKNC.shape[2])
         batch = Batch(

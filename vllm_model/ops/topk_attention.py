@@ -46,13 +46,14 @@ TARGET_PROGRAMS = 1024
 # that program is compiled.
 TILE, BLOCKS_T = 16, (512, 2048, 8192)
 
-# The best of those tried (docs/log.md): keys per step and warps of `_gather`, with few rows and with many.
+# The best of those tried (docs/log.md). Keys per step and warps of `_gather`, with few rows and with many; parts that
+# `_merge` reads at once.
 FEW, MANY = (128, 4), (64, 2)
-SECOND = (1, 256, 256)
 MERGE_PARTS = 8
 
-# Rows from which on `_choose` is done in two launches.
+# From how many rows on `_choose` is done in two launches; warps, candidates and list entries per step of the second.
 MANY_ROWS = 4096
+SECOND = (1, 256, 256)
 
 # Kept keys beyond k + sink + window that a list has room for: ties at the threshold.
 SPARE = 64
@@ -92,10 +93,16 @@ class Sizes:
         return 4 * self.width + 8 * self.tiles + 8 * self.candidates + 16 * self.kept + 32
 
 
-def workspace_bytes(pattern: TopK, heads: int, tokens: int, longest: int) -> int:
-    """What a step of `tokens` query tokens and contexts up to `longest` holds at once beside its arguments."""
-    needed = tokens * heads * Sizes.of(pattern, longest).bytes_per_row
-    return min(needed, max(WORKSPACE_BYTES, heads * Sizes.of(pattern, longest).bytes_per_row)) + workspace.SLACK
+def workspace_bytes(pattern: TopK, heads: int, kv_heads: int, size: int, tokens: int, longest: int) -> int:
+    """See `paged_attention.workspace_bytes`."""
+    token = heads * Sizes.of(pattern, longest).bytes_per_row
+    rows = min(tokens * token, max(WORKSPACE_BYTES, token))
+    return rows + partial_bytes(heads, kv_heads, size) + workspace.SLACK
+
+
+def partial_bytes(heads: int, kv_heads: int, size: int) -> int:
+    """What `_merge` puts together at most: there are no more parts than TARGET_PROGRAMS programs, of a group each."""
+    return 4 * TARGET_PROGRAMS * (heads // kv_heads) * (size + 2)
 
 
 def batches_to_compile(pattern: TopK, heads: int, longest: int) -> list[tuple[int, int, int]]:
