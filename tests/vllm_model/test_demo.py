@@ -69,7 +69,8 @@ def test_the_demo_checkpoint_on_vllm_equals_the_reference(
     folders: tuple[Path, Path], ids: list[int], start_engine: Callable[..., Any]
 ) -> None:
     # A block size that vLLM's own CPU attention takes, so that the two dense layers run on it under auto.
-    engine = start_engine(folders[0], max_model_len=512, max_num_batched_tokens=512, block_size=32)
+    options = {"block_size": 32, "additional_config": {"tiers": "auto"}}
+    engine = start_engine(folders[0], max_model_len=512, max_num_batched_tokens=512, **options)
     impls = engine.apply_model(lambda model: [type(layer.mixer.attn.impl).__name__ for layer in model.model.layers])[0]
     assert impls == ["CPUAttentionBackendImpl"] * 2 + ["TiersAttentionImpl"] * 28
     outputs = run(engine, [ids], prompt_logprobs=0)
