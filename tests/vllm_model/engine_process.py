@@ -26,6 +26,7 @@ def main() -> None:
         "max_model_len": 128,
         "max_num_seqs": 4,
         "block_size": 16,
+        "additional_config": {"tiers": "reference"},
     }
     engine = LLM(model=str(folder), **{**defaults, **options})
     prompts = [{"prompt_token_ids": random_ids(length, 320, seed=length)} for length in (3, 40, 70)]

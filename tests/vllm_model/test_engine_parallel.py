@@ -107,7 +107,8 @@ def test_the_compiled_tier_inside_what_vllm_compiles_matches_reference(tmp_path:
 
 def test_auto_on_the_cpu_is_the_compiled_tier_unless_vllm_has_a_kernel(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", small_config())
-    result = run_process(folder, {"TORCHDYNAMO_DISABLE": "0"}, enforce_eager=True, block_size=32)
+    options = {"enforce_eager": True, "block_size": 32, "additional_config": {"tiers": "auto"}}
+    result = run_process(folder, {"TORCHDYNAMO_DISABLE": "0"}, **options)
     assert result["error"] <= LOGPROB_BUDGET
     (counts,) = result["counts"]
     assert set(counts) == {"attention compiled", "gate compiled"}
