@@ -124,8 +124,9 @@ def test_fast_writes_every_row(monkeypatch: pytest.MonkeyPatch, pattern: Any) ->
 
     monkeypatch.setattr(torch, "empty", lambda *a, **kw: poisoned(empty(*a, **kw)))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **kw: poisoned(empty_like(*a, **kw)))
-    for name in ("decodes", "padding rows"):
-        inputs = make(BATCHES[name], "G2-D40-page16")
+    one_of_three = [(1, 40), (0, 0), (0, 0)]  # as many rows as requests, but not one each
+    for requests in (BATCHES["decodes"], BATCHES["padding rows"], BATCHES["only padding"], one_of_three):
+        inputs = make(requests, "G2-D40-page16")
         options = {"scale": 0.3, "pattern": pattern}
         assert_close(run(inputs, **options), expect(inputs, **options), 1e-5)
 

@@ -46,7 +46,8 @@ def fill(
     """As `paged_attention`, into memory that is there already: vLLM hands it over, and a copy would be a launch more."""
     attend: Callable[..., None] = topk.topk_attention if isinstance(pattern, TopK) else flash.flash_attention
     # With one token per request top-k writes every row; else rows past all requests are not written.
-    if not isinstance(pattern, TopK) or batch.max_query > 1 or len(query_THD) != len(batch.lengths_R):
+    # With one token per request top-k writes every row; else rows past all requests are not written.
+    if not isinstance(pattern, TopK) or batch.max_query != 1 or len(query_THD) != len(batch.lengths_R):
         out_THD.zero_()
     attend(query_THD, cache_BKNC, batch, out_THD, scale=scale, pattern=pattern, slopes_H=slopes_H, softcap=softcap)
 
