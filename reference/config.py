@@ -8,9 +8,9 @@ docs/config.md shows every field with its default.
 import dataclasses
 import difflib
 import json
-import sys
 import types
 import typing
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +31,30 @@ HF_KEYS = frozenset(
 )  # fmt: skip
 
 
+# Far beyond any model: sizes that no weights have would take memory, or time, before they are compared with weights.
+MAX_LAYERS = 1024
+_MAX_OVERRIDDEN = 16 * MAX_LAYERS
+_MAX_HEADS, _MAX_HEAD_DIM, _MAX_SIZE = 4096, 2**16, 2**24
+# Elements of a rotary table, positions times channels; it is the only thing whose size no weight confirms.
+_MAX_TABLE = 2**31
+
+# What float32 can still multiply and square.
+_LEAST, _LARGEST = 1e-15, 1e15
+
+# A config.json, and how its objects and lists are nested.
+_MAX_BYTES, _MAX_DEPTH, _MAX_KEY = 8 * 2**20, 32, 200
+
+
 def _positive(**values: int | float | None) -> None:
     for name, value in values.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{name} is {value}; expected a number above 0")
+
+
+def _at_most(limit: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value > limit:
+            raise ConfigError(f"{name} is {value}; expected at most {limit}")
 
 
 def _not_negative(**values: int | float | None) -> None:
@@ -182,16 +202,22 @@ class NoPosition:
 
 @dataclass(frozen=True)
 class Norm:
-    """`rms` has a scale only; `layer` subtracts the mean and has a bias unless `bias` is false."""
+    """`rms` has a scale only; `layer` subtracts the mean and has a bias unless `bias` is false.
+
+    With `unit_offset` an rms norm scales by 1 + weight, as Gemma's does.
+    """
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-5
     bias: bool | None = None
+    unit_offset: bool = False
 
     def __post_init__(self) -> None:
         _positive(eps=self.eps)
         if self.kind == "rms" and self.bias:
             raise ConfigError("bias is true; expected false or no key, since kind rms has no bias")
+        if self.kind == "layer" and self.unit_offset:
+            raise ConfigError("unit_offset is true; expected false or no key, since only kind rms scales by 1 + weight")
 
     @property
     def has_bias(self) -> bool:
@@ -211,12 +237,19 @@ class Attention:
     softcap: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["none", "head", "full"] = "none"
 
     def __post_init__(self) -> None:
         _positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        _at_most(_MAX_HEADS, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        _at_most(_MAX_HEAD_DIM, head_dim=self.head_dim)
         _positive(scale=self.scale, softcap=self.softcap)
-        self.heads  # noqa: B018  raises if heads, key/value heads and map do not fit
+        heads = self.heads  # raises if heads, key/value heads and map do not fit
+        if self.qk_norm == "full" and len(set(Counter(heads).values())) > 1:
+            raise ConfigError(
+                "qk_norm is full and head_map makes groups of unequal size; expected groups of one size, since empty heads "
+                "fill up the smaller ones and would count in the norm"
+            )
         if isinstance(self.position, Rope):
             rotary = self.position.rotary_dim(self.head_dim)
             if rotary % 2 or not rotary:
@@ -254,6 +287,21 @@ class Swiglu:
 
     def __post_init__(self) -> None:
         _positive(intermediate_size=self.intermediate_size)
+        _at_most(_MAX_SIZE, intermediate_size=self.intermediate_size)
+
+
+@dataclass(frozen=True)
+class Geglu:
+    """down(gelu(gate x) * up x); `approximate` as in torch.nn.functional.gelu."""
+
+    kind: ClassVar[str] = "geglu"
+    intermediate_size: int
+    bias: bool = False
+    approximate: Literal["none", "tanh"] = "none"
+
+    def __post_init__(self) -> None:
+        _positive(intermediate_size=self.intermediate_size)
+        _at_most(_MAX_SIZE, intermediate_size=self.intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -267,6 +315,7 @@ class Gelu:
 
     def __post_init__(self) -> None:
         _positive(intermediate_size=self.intermediate_size)
+        _at_most(_MAX_SIZE, intermediate_size=self.intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -284,6 +333,7 @@ class Gate:
 
     def __post_init__(self) -> None:
         _positive(slots=self.slots, scale=self.scale)
+        _at_most(_MAX_SIZE, slots=self.slots)
         if self.source == "bank" and self.slots is None:
             raise ConfigError("slots is missing; source bank needs the number of slots in the bank")
         if self.source == "token":
@@ -295,7 +345,7 @@ class Gate:
 @dataclass(frozen=True)
 class Layer:
     mixer: Attention
-    ffn: Swiglu | Gelu
+    ffn: Swiglu | Geglu | Gelu
     gate: Gate | None = None
 
     @property
@@ -314,16 +364,32 @@ class ModelConfig:
     max_position_embeddings: int
     layers: tuple[Layer, ...]
     norm: Norm = Norm()
+    norm_position: Literal["pre", "post", "sandwich"] = "pre"
     embedding_norm: bool = False
+    learned_positions: bool = False
     residual: Literal["sequential", "parallel"] = "sequential"
     tie_word_embeddings: bool = False
+    lm_head_bias: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
+    logits_softcap: float | None = None
 
     def __post_init__(self) -> None:
+        _positive(logits_softcap=self.logits_softcap)
+        if self.tie_word_embeddings and self.lm_head_bias:
+            raise ConfigError("lm_head_bias is true, but tie_word_embeddings too; an embedding has no bias to share")
         _positive(vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers)
         _positive(max_position_embeddings=self.max_position_embeddings)
+        _at_most(_MAX_SIZE, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
+        _at_most(_MAX_SIZE, max_position_embeddings=self.max_position_embeddings)
+        for layer in self.layers:
+            position, size = layer.mixer.position, layer.mixer.head_dim
+            if isinstance(position, Rope) and position.rotary_dim(size) * self.max_position_embeddings > _MAX_TABLE:
+                raise ConfigError(
+                    f"max_position_embeddings is {self.max_position_embeddings} and head_dim {size}; expected a rotary table "
+                    f"of at most {_MAX_TABLE} numbers"
+                )
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
@@ -354,8 +420,10 @@ class ModelConfig:
         fields = [f.name for f in dataclasses.fields(cls) if f.name != "layers"]
         _reject_unknown(top, [*fields, *per_layer, *HF_KEYS], source, ignored="layers")
         number = raw.get("num_hidden_layers")
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ConfigError(f"{source}: num_hidden_layers is {_shown(number)}; expected an integer of 1 or more")
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_LAYERS:
+            raise ConfigError(
+                f"{source}: num_hidden_layers is {_shown(number)}; expected an integer of 1 or more, and at most {MAX_LAYERS}"
+            )
         layers = _parse_layers(raw, number, source)
         return _build(cls, {**top, "layers": layers}, source, ready={"layers"})
 
@@ -366,9 +434,14 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file, or say in one sentence why not."""
+    """Parse a small JSON file, or say in one sentence why not."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _no_twins(pairs, path))
+        # A pipe by this name might never end.
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ConfigError(f"{path}: cannot be read, it is no regular file")
+        if path.exists() and path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path}: {path.stat().st_size} bytes; expected at most {_MAX_BYTES}")
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _no_twins(pairs, path))
     except ConfigError:  # itself a ValueError
         raise
     except FileNotFoundError:
@@ -377,14 +450,29 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    if is_deep(raw):
+        raise ConfigError(f"{path}: objects within objects, more than {_MAX_DEPTH} deep; expected a config")
+    return raw
+
+
+def is_deep(value: Any, depth: int = _MAX_DEPTH) -> bool:
+    """Whether lists and objects are nested deeper than any description of a model."""
+    if not isinstance(value, Mapping | list):
+        return False
+    return not depth or any(
+        is_deep(item, depth - 1) for item in (value.values() if isinstance(value, Mapping) else value)
+    )
 
 
 def _no_twins(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
     """A JSON object; Python would let the last of two equal keys win in silence."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twin = next(key for i, (key, _) in enumerate(pairs) if key in {k for k, _ in pairs[:i]})
-        raise ConfigError(f"{path}: key {twin!r} comes twice in one object; expected it once")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if len(key) > _MAX_KEY:
+            raise ConfigError(f"{path}: a key has {len(key)} characters ({_shown(key)}); expected at most {_MAX_KEY}")
+        if key in found:
+            raise ConfigError(f"{path}: key {key!r} comes twice in one object; expected it once")
+        found[key] = value
     return found
 
 
@@ -413,6 +501,7 @@ def _parse_layers(raw: Mapping[str, Any], number: int, source: str) -> tuple[Lay
     if not isinstance(overrides, Mapping):
         raise ConfigError(f'{source}: layers is {_shown(overrides)}; expected an object such as {{"0-3": {{...}}}}')
     base_layer = _build(Layer, base, source)
+    left = _MAX_OVERRIDDEN
     merged: list[Any] = [base] * number
     touched: list[str] = [""] * number
     for key, override in overrides.items():
@@ -424,6 +513,11 @@ def _parse_layers(raw: Mapping[str, Any], number: int, source: str) -> tuple[Lay
             layers = parse_layer_range(key, number)
         except ConfigError as error:
             raise ConfigError(f"{source}: layers: {error}") from None
+        left -= len(layers)
+        if left < 0:
+            raise ConfigError(
+                f"{source}: layers overrides more than {_MAX_OVERRIDDEN} layers; expected each a few times"
+            )
         for i in layers:
             merged[i] = _merge(merged[i], override)
             touched[i] = where
@@ -487,7 +581,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin is Literal:
         if value not in typing.get_args(hint) or isinstance(value, bool):
             raise ConfigError(
-                f"{where} is {_shown(value)}; expected {_type_name(hint)}{_nearest(value, typing.get_args(hint))}"
+                f"{where} is {_shown(value)}; expected {_type_name(hint)}{nearest(value, typing.get_args(hint))}"
             )
         return value
     if origin is tuple:
@@ -496,11 +590,12 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return tuple(_convert(item, typing.get_args(hint)[0], f"{where}[{i}]") for i, item in enumerate(value))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compared rather than asked with isfinite, which cannot take an integer beyond the floats.
-    if hint is float and is_number and abs(value) <= sys.float_info.max:
+    if hint is float and is_number and (value == 0 or _LEAST <= abs(value) <= _LARGEST):
         return float(value)
     if hint in (int, bool, str) and type(value) is hint and not (hint is int and abs(value) >= 2**31):
         return value
-    raise ConfigError(f"{where} is {_shown(value)}; expected {_type_name(hint)}")
+    limits = f" of size {_LEAST:g} to {_LARGEST:g}" if hint is float and is_number else ""
+    raise ConfigError(f"{where} is {_shown(value)}; expected {_type_name(hint)}{limits}")
 
 
 def _convert_kind(value: Any, classes: list[Any], where: str) -> Any:
@@ -511,9 +606,7 @@ def _convert_kind(value: Any, classes: list[Any], where: str) -> Any:
         return _build(classes[0], value, where)
     kind = value.get("kind", classes[0].kind if len(kinded) == 1 else None)
     if not isinstance(kind, str) or kind not in kinded:
-        raise ConfigError(
-            f"{where}.kind is {_shown(kind)}; expected one of {', '.join(kinded)}{_nearest(kind, kinded)}"
-        )
+        raise ConfigError(f"{where}.kind is {_shown(kind)}; expected one of {', '.join(kinded)}{nearest(kind, kinded)}")
     return _build(kinded[kind], value, where)
 
 
@@ -525,11 +618,12 @@ def _kinds(classes: list[Any]) -> str:
 def _reject_unknown(data: Mapping[str, Any], known: list[str], where: str, ignored: str = "") -> None:
     for key in data:
         if key not in known or key == ignored:
-            suggestion = _nearest(key, known) or f"; known keys: {', '.join(known) or 'none but kind'}"
+            suggestion = nearest(key, known) or f"; known keys: {', '.join(known) or 'none but kind'}"
             raise ConfigError(f"{where}: unknown key {key!r}{suggestion}")
 
 
-def _nearest(found: Any, known: typing.Iterable[Any]) -> str:
+def nearest(found: Any, known: typing.Iterable[Any]) -> str:
+    """ "; did you mean 'x'?", or nothing where no name is near."""
     close = difflib.get_close_matches(str(found), [str(k) for k in known], n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 

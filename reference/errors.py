@@ -9,6 +9,10 @@ class ConfigError(TiersError):
     """config.json does not describe a model: wrong key, type, value, or values that do not fit each other."""
 
 
+class FamilyError(TiersError):
+    """A family file is not there, cannot be read, or says something that has no meaning."""
+
+
 class CheckpointError(TiersError):
     """The weight files are incomplete, damaged, or do not hold the tensors that the config calls for."""
 

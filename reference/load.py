@@ -4,23 +4,155 @@
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tiers.reference.checkpoint import Checkpoint, TensorInfo, listed, open_checkpoint
-from tiers.reference.config import ModelConfig
-from tiers.reference.errors import CheckpointError
+from tiers.reference import fields
+from tiers.reference.checkpoint import Checkpoint, TensorInfo, inside, listed, open_checkpoint
+from tiers.reference.config import ModelConfig, read_json
+from tiers.reference.errors import CheckpointError, ConfigError
+from tiers.reference.family import Family, find_family
 from tiers.reference.model import ReferenceModel, parameter_shapes
+from tiers.reference.weight_map import WeightMap
 
 # Tensors with one row per token id. More rows than vocab_size are padding (or added tokens that the config does not
 # count): no id can reach them, so they are left out.
-VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight", ".gate.table.weight")
+VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias", ".gate.table.weight")
+
+# Of a tensor, in characters; the names of models have some 80.
+_MAX_NAME = 200
 
 
-def check_headers(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
-    """Compare the tensors of a folder with those that the config calls for; reads no data.
+@dataclass(frozen=True)
+class Description:
+    """What config.json says, in our words.
+
+    Attributes:
+        family: how it was read.
+        config: the model.
+        raw: the model's description as our own config.json would have it.
+        unused: path and value of everything in config.json that nothing consumes.
+        notes: sentences about what is odd but harmless.
+    """
+
+    family: Family
+    config: ModelConfig
+    raw: Mapping[str, Any]
+    unused: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def describe(folder: Path, family: str | None = None) -> Description:
+    """Read config.json of a model folder, of ours or of another family.
+
+    Args:
+        folder: holds config.json.
+        family: name of a family or path of its file; None goes by what the config says.
+
+    Raises:
+        ConfigError, FamilyError: see `find_family`, `Family.translate` and `ModelConfig.from_dict`.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; expected a model folder with config.json and *.safetensors")
+    return describe_config(read_config(folder), family)
+
+
+def read_config(folder: Path) -> Any:
+    """The parsed config.json of a folder, which must not lead out of it; for a GGUF file alone, its metadata.
+
+    Raises:
+        ConfigError, CheckpointError: see `read_json`, `inside` and `gguf_file.describe`.
+    """
+    if not (folder / "config.json").exists() and any(folder.glob("*.gguf")):
+        from tiers.reference import gguf_file
+
+        return gguf_file.describe(folder)
+    return read_json(inside(folder, folder / "config.json"))
+
+
+def describe_config(raw: Any, family: str | None = None) -> Description:
+    """As `describe`, from the parsed contents of a config.json."""
+    found = find_family(raw, family)
+    for path, value in fields.leaves(raw):
+        if "quantization_config" in path.split(".") and value is not None:
+            raise ConfigError(
+                f"config.json: {path} is {fields.shown(value)}; quantised checkpoints are not supported yet. "
+                "Export the weights in float32, float16 or bfloat16 and remove quantization_config"
+            )
+    translation = found.translate(raw)
+    config = ModelConfig.from_dict(translation.description)
+    return Description(found, config, translation.description, translation.unused, tuple(translation.notes))
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder whose config and headers agree.
+
+    Attributes:
+        folder: where it lies.
+        description: of the model.
+        checkpoint: the tensors under their own names.
+        map: where each of them goes.
+        notes: sentences about what is odd but harmless.
+    """
+
+    folder: Path
+    description: Description
+    checkpoint: Checkpoint
+    map: WeightMap
+    notes: list[str]
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return self.description.config
+
+
+def open_model(folder: Path, family: str | None = None) -> ModelFolder:
+    """Config, headers and their agreement; what can be known of a folder without reading weights.
+
+    Raises:
+        ConfigError, FamilyError, CheckpointError: see `describe`, `open_checkpoint` and `check_headers`.
+    """
+    description = describe(folder, family)
+    return open_described(folder, description)
+
+
+def open_described(folder: Path, description: Description) -> ModelFolder:
+    """As `open_model`, with a description that is there already."""
+    checkpoint = open_checkpoint(folder)
+    _check_names(checkpoint)
+    weight_map = WeightMap(description.family, description.config, checkpoint.infos)
+    notes = [*description.notes, *checkpoint.notes, *weight_map.notes]
+    if description.unused:
+        shown = [f"{path} = {fields.shown(value)}" for path, value in description.unused.items()]
+        notes.append(f"config.json: nothing reads {listed(shown)}; does the model compute something by it?")
+    if weight_map.unmapped:
+        raise CheckpointError(
+            f"{folder}: unexpected tensor {listed(weight_map.unmapped)}; no rule of family {description.family.name} is about "
+            "it. Nothing may be left out in silence: remove it from the file, or add a rule to a family file, with drop and a "
+            "reason if it is not needed"
+        )
+    notes += check_headers(description.config, weight_map.infos(checkpoint.infos), folder)
+    return ModelFolder(folder, description, checkpoint, weight_map, notes)
+
+
+def _check_names(checkpoint: Checkpoint) -> None:
+    """A damaged file may hold names that no message could show."""
+    for name, info in checkpoint.infos.items():
+        if len(name) > _MAX_NAME or not name.isprintable():
+            raise CheckpointError(
+                f"{info.file}: the name of a tensor is {name[:60]!r}, {len(name)} characters; expected at most {_MAX_NAME} that "
+                "can be printed. Is the file damaged?"
+            )
+
+
+def check_headers(config: ModelConfig, found: Mapping[str, TensorInfo], folder: Path) -> list[str]:
+    """Compare tensors, under our names, with those that the config calls for; reads no data.
 
     Returns:
         Notes about what is odd but harmless.
@@ -28,9 +160,14 @@ def check_headers(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     Raises:
         CheckpointError: a tensor is missing, unexpected, has no elements, another shape, or no floating-point dtype.
     """
+    # Listing the parameters of a thousand layers takes seconds; this tells at once where a number is wrong.
+    if config.num_hidden_layers > len(found):
+        raise CheckpointError(
+            f"{folder}: {len(found)} tensors, but num_hidden_layers in config.json is {config.num_hidden_layers}; expected "
+            "several for each layer"
+        )
     expected = parameter_shapes(config)
-    found = checkpoint.infos
-    notes = list(checkpoint.notes)
+    notes: list[str] = []
     for name, info in found.items():
         if 0 in info.shape:
             raise CheckpointError(
@@ -43,12 +180,12 @@ def check_headers(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     if missing:
         hint = f"; the folder has {listed(extra)}, which the model has no place for" if extra else ""
         raise CheckpointError(
-            f"{checkpoint.folder}: no tensor {listed(missing)}; config.json calls for {len(expected)} tensors{hint}"
+            f"{folder}: no tensor {listed(missing)}; config.json calls for {len(expected)} tensors{hint}"
         )
     if extra:
         hint = " (tie_word_embeddings is true, so the head is the embedding)" if "lm_head.weight" in extra else ""
         raise CheckpointError(
-            f"{checkpoint.folder}: unexpected tensor {listed(extra)}; config.json describes a model without it{hint}. "
+            f"{folder}: unexpected tensor {listed(extra)}; config.json describes a model without it{hint}. "
             "Nothing may be left out in silence: remove it from the file or describe it in the config"
         )
     for name, shape in expected.items():
@@ -165,40 +302,33 @@ def check_finite(name: str, tensor: Tensor, source: str) -> None:
         )
 
 
-def weights(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def weights(model: ModelFolder, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter of the model once, on the CPU, checked; `dtype` is what the caller will convert them to.
 
     Raises:
-        CheckpointError: as `check_headers` and `CheckedTensors`.
+        CheckpointError: as `CheckedTensors`.
     """
-    check_headers(config, checkpoint)
-    checked = CheckedTensors(config, str(checkpoint.folder), dtype)
-    yield from checked.check(checkpoint.tensors())
+    checked = CheckedTensors(model.config, str(model.folder), dtype)
+    yield from checked.check(mapped(model.map, model.checkpoint.tensors()))
     checked.finish()
 
 
-def check_folder(folder: Path) -> tuple[ModelConfig, Checkpoint, list[str]]:
-    """Config, headers and their agreement; what can be known of a folder without reading weights.
-
-    Returns:
-        The config, the checkpoint, and notes about what is odd but harmless.
-    """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; expected a model folder with config.json and *.safetensors")
-    config = ModelConfig.from_json(folder)
-    checkpoint = open_checkpoint(folder)
-    return config, checkpoint, check_headers(config, checkpoint)
+def mapped(weight_map: WeightMap, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint under our names, taken apart where a family's rules say so."""
+    for name, tensor in tensors:
+        yield from weight_map.apply(name, tensor)
 
 
-def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> ReferenceModel:
+def load_model(
+    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", family: str | None = None
+) -> ReferenceModel:
     """Build the reference model of a folder and fill it.
 
     Raises:
-        ConfigError, CheckpointError: see `check_folder` and `weights`.
+        ConfigError, FamilyError, CheckpointError: see `open_model` and `weights`.
     """
-    config, checkpoint, _ = check_folder(folder)
+    opened = open_model(folder, family)
+    config = opened.config
     with torch.device("meta"):
         model = ReferenceModel(config)
     # Layers share tables; each table moves once.
@@ -207,9 +337,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "
         name: moved.setdefault(id(buffer), buffer.to(device))
         for name, buffer in model.named_buffers(remove_duplicate=False)
     }
-    state: Mapping[str, Tensor] = {
-        name: tensor.to(device, dtype) for name, tensor in weights(config, checkpoint, dtype)
-    }
+    state: Mapping[str, Tensor] = {name: tensor.to(device, dtype) for name, tensor in weights(opened, dtype)}
     model.load_state_dict(state, strict=True, assign=True)
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")

@@ -56,7 +56,7 @@ class Norm(nn.Module):
 
     def forward(self, x_TM: Tensor) -> Tensor:
         if self.config.kind == "rms":
-            return norm.rms_norm(x_TM, self.weight, self.config.eps)
+            return norm.rms_norm(x_TM, self.weight, self.config.eps, float(self.config.unit_offset))
         return norm.layer_norm(x_TM, self.weight, self.bias, self.config.eps)
 
 
@@ -72,9 +72,11 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_kv_heads * size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(width, config.num_kv_heads * size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * size, width, bias=config.o_bias)
-        per_head = c.Norm("rms", model.norm.eps)
-        self.q_norm = Norm(per_head, size) if config.qk_norm else None
-        self.k_norm = Norm(per_head, size) if config.qk_norm else None
+        if config.qk_norm != "none":
+            full = config.qk_norm == "full"
+            qk_norm = c.Norm("rms", model.norm.eps, unit_offset=model.norm.unit_offset)
+            self.q_norm = Norm(qk_norm, size * (config.num_heads if full else 1))
+            self.k_norm = Norm(qk_norm, size * (config.num_kv_heads if full else 1))
         self.head_map = None if config.head_map == "contiguous" else config.heads
         # Derived from the config, so no part of a checkpoint; on the CPU, since a meta model still knows its config.
         with torch.device("cpu"):
@@ -85,10 +87,11 @@ class Attention(nn.Module):
 
     def forward(self, x_TM: Tensor, positions_T: Tensor, cache: Cache) -> Tensor:
         size = self.config.head_dim
-        query = self.q_proj(x_TM).unflatten(-1, (-1, size))
-        key = self.k_proj(x_TM).unflatten(-1, (-1, size))
-        value = self.v_proj(x_TM).unflatten(-1, (-1, size))
-        if self.q_norm is not None and self.k_norm is not None:
+        query, key, value = self.q_proj(x_TM), self.k_proj(x_TM), self.v_proj(x_TM)
+        if self.config.qk_norm == "full":
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (part.unflatten(-1, (-1, size)) for part in (query, key, value))
+        if self.config.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         if isinstance(self.config.position, c.Rope):
             query = rope(query, positions_T, self.table_PR, self.config.position.style)
@@ -112,20 +115,23 @@ def slopes(config: c.Attention) -> Tensor | None:
 
 
 class Ffn(nn.Module):
-    def __init__(self, config: c.Swiglu | c.Gelu, width: int) -> None:
+    def __init__(self, config: c.Swiglu | c.Geglu | c.Gelu, width: int) -> None:
         super().__init__()
         self.config = config
         inner = config.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=config.bias) if isinstance(config, c.Swiglu) else None
+        self.gate_proj = None if isinstance(config, c.Gelu) else nn.Linear(width, inner, bias=config.bias)
         self.up_proj = nn.Linear(width, inner, bias=config.bias)
         self.down_proj = nn.Linear(inner, width, bias=config.bias)
 
     def forward(self, x_TM: Tensor) -> Tensor:
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if gate is not None:
-            return ffn.swiglu(x_TM, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
-        assert isinstance(self.config, c.Gelu)
-        return ffn.gelu(x_TM, up.weight, down.weight, up.bias, down.bias, self.config.approximate)
+        if gate is None:
+            assert isinstance(self.config, c.Gelu)
+            return ffn.gelu(x_TM, up.weight, down.weight, up.bias, down.bias, self.config.approximate)
+        six = (gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
+        if isinstance(self.config, c.Geglu):
+            return ffn.geglu(x_TM, *six, self.config.approximate)
+        return ffn.swiglu(x_TM, *six)
 
 
 class Gate(nn.Module):
@@ -154,19 +160,21 @@ class Layer(nn.Module):
         super().__init__()
         self.parallel = model.residual == "parallel"
         self.multiplier = model.residual_multiplier
-        self.mixer_norm = Norm(model.norm, model.hidden_size)
+        before = model.norm_position in ("pre", "sandwich")
+        after = model.norm_position in ("post", "sandwich")
+        self.mixer_norm = Norm(model.norm, model.hidden_size) if before else nn.Identity()
         self.mixer = Attention(config.mixer, model, index)
-        self.ffn_norm = Norm(model.norm, model.hidden_size)
+        self.mixer_post_norm = Norm(model.norm, model.hidden_size) if after else nn.Identity()
+        self.ffn_norm = Norm(model.norm, model.hidden_size) if before else nn.Identity()
         self.ffn = Ffn(config.ffn, model.hidden_size)
+        self.ffn_post_norm = Norm(model.norm, model.hidden_size) if after else nn.Identity()
         self.gate = Gate(config.gate, model) if config.gate else None
 
     def forward(self, h_TM: Tensor, positions_T: Tensor, ids_T: Tensor, cache: Cache) -> Tensor:
-        mixed_TM = self.mixer(self.mixer_norm(h_TM), positions_T, cache) * self.multiplier
-        if self.parallel:
-            h_TM = h_TM + mixed_TM + self.ffn(self.ffn_norm(h_TM)) * self.multiplier
-        else:
-            h_TM = h_TM + mixed_TM
-            h_TM = h_TM + self.ffn(self.ffn_norm(h_TM)) * self.multiplier
+        mixed_TM = self.mixer_post_norm(self.mixer(self.mixer_norm(h_TM), positions_T, cache)) * self.multiplier
+        # In parallel the ffn reads what the mixer read.
+        read_TM = h_TM if self.parallel else h_TM + mixed_TM
+        h_TM = h_TM + mixed_TM + self.ffn_post_norm(self.ffn(self.ffn_norm(read_TM))) * self.multiplier
         return self.gate(h_TM, ids_T) if self.gate is not None else h_TM
 
 
@@ -181,11 +189,13 @@ class ReferenceModel(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.learned_positions:
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.embed_norm = Norm(config.norm, config.hidden_size) if config.embedding_norm else None
         self.layers = nn.ModuleList(Layer(layer, config, i) for i, layer in enumerate(config.layers))
         self.norm = Norm(config.norm, config.hidden_size)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
 
     def forward(self, ids_T: Tensor, cache: Cache | None = None) -> Tensor:
         """Run the next T tokens of a sequence.
@@ -200,17 +210,24 @@ class ReferenceModel(nn.Module):
         cache = Cache() if cache is None else cache
         positions_T = torch.arange(cache.length, cache.length + len(ids_T), device=ids_T.device)
         h_TM = self.embed_tokens(ids_T) * self.config.embedding_multiplier
+        if self.config.learned_positions:
+            h_TM = h_TM + self.embed_positions(positions_T)
         if self.embed_norm is not None:
             h_TM = self.embed_norm(h_TM)
         for layer in self.layers:
             h_TM = layer(h_TM, positions_T, ids_T, cache)
-        head = self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        return nn.functional.linear(self.norm(h_TM), head) * self.config.logits_multiplier
+        h_TM = self.norm(h_TM)
+        tied = self.config.tie_word_embeddings
+        logits_TV = nn.functional.linear(h_TM, self.embed_tokens.weight) if tied else self.lm_head(h_TM)
+        if self.config.logits_softcap is not None:
+            logits_TV = torch.tanh(logits_TV / self.config.logits_softcap) * self.config.logits_softcap
+        return logits_TV * self.config.logits_multiplier
 
 
 def parameter_shapes(config: c.ModelConfig) -> Mapping[str, torch.Size]:
     """Name and shape of every tensor that a checkpoint of this model holds; allocates nothing."""
     # Rotary tables are made on the CPU and are no part of a checkpoint: one row each is enough.
-    config = dataclasses.replace(config, max_position_embeddings=1)
+    if not config.learned_positions:
+        config = dataclasses.replace(config, max_position_embeddings=1)
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in ReferenceModel(config).state_dict().items()}

@@ -15,7 +15,7 @@ import torch
 from tiers.reference.checkpoint import open_checkpoint
 from tiers.reference.config import ModelConfig, TopK
 from tiers.reference.errors import ServingError
-from tiers.reference.load import check_folder
+from tiers.reference.load import describe, open_model
 from tiers.vllm_model import bench_cases, bench_engine, bench_html, bench_kernels, bench_llama, bench_report, compat
 from tiers.vllm_model.bench_environment import environment
 from tiers.vllm_model.bench_report import EngineResult, Report
@@ -130,7 +130,7 @@ def run(options: Options, out: Path | None) -> int:
     config = None
     if options.folder is not None:
         has_weights = options.engine and not options.dummy
-        config = check_folder(options.folder)[0] if has_weights else ModelConfig.from_json(options.folder)
+        config = (open_model if has_weights else describe)(options.folder).config
     options = _filled(options, DEFAULTS[device], config)
     engines = _engines(options, config, device) if options.engine and config is not None else []
     work = _make_folder(out)

@@ -387,7 +387,7 @@ def model_mixers(config: ModelConfig) -> list[Attention]:
         if slopes_H is not None:
             position = Alibi(tuple(layout.arrange(slopes_H, 1, dim=0, copy=True).tolist()))
         mixer = replace(mixer, num_heads=layout.num_heads, head_map="contiguous", position=position)
-        found.append(replace(mixer, qkv_bias=False, o_bias=False, qk_norm=False))
+        found.append(replace(mixer, qkv_bias=False, o_bias=False, qk_norm="none"))
     return list(dict.fromkeys(found))
 
 

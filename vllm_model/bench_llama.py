@@ -12,11 +12,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tiers.reference.checkpoint import open_checkpoint
 from tiers.reference.config import Dense, Dynamic, Linear, Llama3, ModelConfig, Rope, Swiglu, Yarn
 from tiers.reference.errors import ServingError
 from tiers.reference.heads import HeadLayout
-from tiers.reference.load import weights
+from tiers.reference.load import open_model, weights
 
 # Our name of a tensor in a layer, and Llama's.
 NAMES = {
@@ -100,7 +99,7 @@ def _other_weights(config: ModelConfig) -> Iterator[str]:
         mixer = layer.mixer
         if not isinstance(layer.ffn, Swiglu) or layer.ffn.bias:
             yield f"layer {index} has another ffn than a Llama"
-        if mixer.qkv_bias or mixer.o_bias or mixer.qk_norm:
+        if mixer.qkv_bias or mixer.o_bias or mixer.qk_norm != "none":
             yield f"layer {index} has biases or q/k norms"
 
 
@@ -161,7 +160,7 @@ def write(folder: Path, model: ModelConfig, source: Path | None) -> None:
 
 
 def _renamed(model: ModelConfig, source: Path) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights(model, open_checkpoint(source)):
+    for name, tensor in weights(open_model(source)):
         if not name.startswith("layers."):
             yield (name if name.startswith("lm_head.") else f"model.{name}"), tensor
             continue

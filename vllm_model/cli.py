@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,11 @@ chosen per layer and proved against the PyTorch reference."""
 PLAN_HELP = (
     "which tier serves what: auto, reference, compiled, fast, or rules separated by commas, later ones winning, "
     'e.g. "auto,0-3=reference,*.gate=reference" (default: auto)'
+)
+
+FAMILY_HELP = (
+    "how to read the folder: a family's name, or a family file of your own (default: the family that config.json names; "
+    "docs/families.md)"
 )
 
 
@@ -63,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=help, allow_abbrev=False, **options)
         command.set_defaults(run=run)
         command.add_argument("model", metavar="DIR", type=Path, help="model folder: config.json and *.safetensors")
+        command.add_argument("--family", metavar="FAMILY", help=FAMILY_HELP)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         return command
 
@@ -70,10 +77,24 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         "Check a model folder, then run `vllm serve` on it with a tier plan.",
         _serve,
-        usage="tiers serve DIR [--tiers PLAN] [--debug] [any flag of vllm serve]",
+        usage="tiers serve DIR [--tiers PLAN] [--family FAMILY] [--debug] [any flag of vllm serve]",
         epilog="Every other flag goes to `vllm serve`; `tiers serve --help=all` lists those.",
     )
     command.add_argument("--tiers", metavar="PLAN", help=PLAN_HELP)
+
+    command = add(
+        "inspect", "Say what a model folder is and what would go wrong; reads headers, needs no GPU.", _inspect
+    )
+    command.add_argument("--json", action="store_true", help="one JSON object instead of text (docs/inspect.md)")
+    command.add_argument(
+        "--strict", action="store_true", help="a value of config.json that nothing reads counts as not servable"
+    )
+
+    command = add("map", "Print which parameter each tensor of a model folder fills, and by which rule.", _map)
+    command.add_argument(
+        "--explain", metavar="KEY", nargs="?", const="",
+        help="a line per tensor instead of one per rule; with KEY, a name or a part of one, only what has it, in detail",
+    )  # fmt: skip
 
     command = add("plan", "Print which tier would serve each operator of each layer; loads no weights.", _plan)
     command.add_argument("--tiers", metavar="PLAN", default="auto", help=PLAN_HELP)
@@ -95,6 +116,15 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(default: float32)"
     )
     command.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+
+    command = add("convert", "Write a model folder anew, with our names and config.json, in safetensors.", _convert)
+    command.add_argument("out", metavar="OUT", type=Path, help="new folder; one that was begun before is gone on with")
+    command.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of all tensors (default: each keeps its own)"
+    )
+    command.add_argument(
+        "--shard-size", type=_size, default=_size("4GB"), metavar="SIZE", help="largest file, e.g. 500MB (default: 4GB)"
+    )
 
     _add_bench(commands)
 
@@ -182,6 +212,14 @@ def _positives(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(_positive(part) for part in text.split(",")))
 
 
+def _size(text: str) -> int:
+    """Bytes; KB, MB and GB are powers of 1000, as transformers has it, KiB, MiB and GiB of 1024."""
+    match = re.fullmatch(r"([0-9]{1,6})(?:([KMGT])(i?)B|B)?", text)
+    if match is None or int(match[1]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected a number with B, KB, MB, GB or TB, e.g. 4GB")
+    return int(match[1]) * (1024 if match[3] else 1000) ** (" KMGT".index(match[2] or " "))
+
+
 def _version() -> str:
     from importlib.metadata import version
 
@@ -193,15 +231,27 @@ def _version() -> str:
 def _serve(args: argparse.Namespace, rest: list[str]) -> None:
     from tiers.vllm_model.launch import serve
 
-    serve(args.model, args.tiers, rest)
+    serve(args.model, args.tiers, rest, args.family)
+
+
+def _inspect(args: argparse.Namespace, rest: list[str]) -> None:
+    from tiers.vllm_model.inspect import run
+
+    sys.exit(run(args.model, args.family, args.json, args.strict))
+
+
+def _map(args: argparse.Namespace, rest: list[str]) -> None:
+    from tiers.vllm_model.inspect import run_map
+
+    sys.exit(run_map(args.model, args.family, args.explain))
 
 
 def _plan(args: argparse.Namespace, rest: list[str]) -> None:
-    from tiers.reference.config import ModelConfig
+    from tiers.reference.load import describe
     from tiers.vllm_model.dispatch import Where, resolve, table
     from tiers.vllm_model.plan import TierPlan
 
-    config = ModelConfig.from_json(args.model)
+    config = describe(args.model, args.family).config
     device = args.device or _device()
     choices = resolve(config, TierPlan.parse(args.tiers, config), Where(device))
     print(f"{args.model}: plan {args.tiers} on {device}")
@@ -218,7 +268,7 @@ def _generate(args: argparse.Namespace, rest: list[str]) -> None:
     import torch
 
     from tiers.reference.generate import generate
-    from tiers.reference.load import check_folder, load_model
+    from tiers.reference.load import load_model, open_model
     from tiers.reference.text import encode_chat, load_tokenizer, stop_ids, stream_text
 
     if args.max_tokens < 1:
@@ -231,18 +281,33 @@ def _generate(args: argparse.Namespace, rest: list[str]) -> None:
         raise ServingError(
             f"--device is {args.device}; it cannot be used here ({str(error).splitlines()[0]})"
         ) from None
-    for note in check_folder(args.model)[2]:
+    for note in open_model(args.model, args.family).notes:
         print(f"tiers: {note}", file=sys.stderr)
     tokenizer = load_tokenizer(args.model)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     ids = encode_chat(tokenizer, prompt) if args.chat else tokenizer.encode(prompt)
-    model = load_model(args.model, getattr(torch, args.dtype), args.device)
+    model = load_model(args.model, getattr(torch, args.dtype), args.device, args.family)
     tokens = generate(
         model, ids, args.max_tokens, temperature=args.temperature, seed=args.seed, stop=stop_ids(args.model, tokenizer)
     )
     for piece in stream_text(tokenizer, tokens):
         print(piece, end="", flush=True)
     print()
+
+
+def _convert(args: argparse.Namespace, rest: list[str]) -> None:
+    import torch
+
+    from tiers.reference.convert import convert
+
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    done = convert(args.model, args.out, args.family, dtype, args.shard_size)
+    for note in done.notes:
+        print(f"tiers: {note}", file=sys.stderr)
+    print(
+        f"{done.folder}: {done.tensors} tensors, {done.bytes / 1e9:.3g} GB in {done.shards} shards; read as family "
+        f"{done.family}, every bit verified"
+    )
 
 
 def _bench(args: argparse.Namespace, rest: list[str]) -> None:

@@ -10,8 +10,15 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from tiers.reference.config import ARCHITECTURE, MODEL_TYPE
+from tiers.reference.errors import TiersError
 
 BACKEND_NAME = "TIERS"
+
+# Our names among vLLM's values of --config-format and --load-format.
+CONFIG_FORMAT = LOAD_FORMAT = "tiers"
+
+# Environment variable that names the family of the folder that is served; `tiers serve --family` sets it.
+FAMILY = "TIERS_FAMILY"
 
 # vLLM versions whose internals were read and tested, as (major, minor).
 TESTED = ((0, 32),)
@@ -46,19 +53,49 @@ def register() -> None:
         logging.getLogger("vllm.tiers").warning("vllm-tiers registers nothing: %s", reason)
         return
     from transformers import AutoConfig
+    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from tiers.vllm_model.hf_config import TiersConfig
+    from tiers.vllm_model import hf_config, loader
 
-    AutoConfig.register(MODEL_TYPE, TiersConfig, exist_ok=True)
-    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(ARCHITECTURE, "tiers.vllm_model.model:TiersForCausalLM")
+    AutoConfig.register(MODEL_TYPE, hf_config.TiersConfig, exist_ok=True)
+    # Not through vLLM's decorators: they warn when a name is registered again.
+    _CONFIG_FORMAT_TO_CONFIG_PARSER[CONFIG_FORMAT] = hf_config.ConfigParser
+    _LOAD_FORMAT_TO_MODEL_LOADER[LOAD_FORMAT] = loader.FolderLoader
     # A free name may be registered once only; a second try is an error.
     if BACKEND_NAME not in AttentionBackendEnum.__members__:
         register_backend(BACKEND_NAME, "tiers.vllm_model.backend.TiersAttentionBackend")
-    MODELS_CONFIG_MAP[ARCHITECTURE] = _StartUpCheck
+    for architecture in (ARCHITECTURE, *_register_families()):
+        if architecture not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(architecture, "tiers.vllm_model.model:TiersForCausalLM")
+        MODELS_CONFIG_MAP[architecture] = _StartUpCheck
+
+
+def _register_families() -> list[str]:
+    """Let transformers read the model types of families that it does not know; returns architectures new to vLLM."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm.model_executor.models import ModelRegistry
+
+    from tiers.reference.family import own_families, shipped
+    from tiers.vllm_model.hf_config import foreign_config
+
+    known, found = set(ModelRegistry.get_supported_archs()), []
+    try:
+        families = (*own_families(), *shipped())
+    except TiersError as error:
+        # A mistake in a family file must not keep vLLM from serving other models.
+        logging.getLogger("vllm.tiers").error("the families of TIERS_FAMILIES are not registered: %s", error)
+        families = shipped()
+    for family in families:
+        for model_type in family.model_types:
+            if model_type not in CONFIG_MAPPING:
+                AutoConfig.register(model_type, foreign_config(model_type), exist_ok=True)
+        found += [name for name in family.architectures if name not in known]
+    return found
 
 
 class _StartUpCheck:
@@ -66,10 +103,11 @@ class _StartUpCheck:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        from tiers.vllm_model import metrics
-        from tiers.vllm_model.serving import check_vllm_config
+        from tiers.vllm_model import metrics, serving
 
-        check_vllm_config(vllm_config)
+        serving.check_vllm_config(vllm_config)
+        if serving.reads_folder(vllm_config):
+            vllm_config.load_config.load_format = LOAD_FORMAT
         metrics.publish()
 
     @staticmethod

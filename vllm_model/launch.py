@@ -7,26 +7,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiers.reference.errors import ServingError
-from tiers.reference.load import check_folder, weights
+from tiers.reference.load import open_model, weights
 from tiers.vllm_model import compat
+from tiers.vllm_model.compat import FAMILY
 from tiers.vllm_model.dispatch import Where, resolve
 from tiers.vllm_model.plan import AUTO, TierPlan
 from tiers.vllm_model.serving import Options, check_options
 
 
-def serve(folder: Path, plan: str | None, flags: Sequence[str]) -> None:
+def serve(folder: Path, plan: str | None, flags: Sequence[str], family: str | None = None) -> None:
     """Serve a model folder.
 
     Args:
         folder: config.json and *.safetensors.
         plan: text of a tier plan; None for the one in --additional-config, or auto.
         flags: flags of `vllm serve`.
+        family: name of a family or path of its file; None goes by config.json.
 
     Raises:
         TiersError: the folder, the plan or a flag is not fit; raised before vLLM starts a process or takes memory.
     """
-    config, checkpoint, notes = check_folder(folder)
-    for note in notes:
+    model = open_model(folder, family)
+    config, checkpoint = model.config, model.checkpoint
+    for note in model.notes:
         _say(note)
     if plan is not None:
         TierPlan.parse(plan, config)
@@ -39,7 +42,7 @@ def serve(folder: Path, plan: str | None, flags: Sequence[str]) -> None:
             "or unset it"
         )
     started = time.monotonic()
-    for name, _ in weights(config, checkpoint):
+    for name, _ in weights(model):
         if sys.stderr.isatty() and time.monotonic() - started > 2:
             print(f"\r\033[Ktiers: reading weights: {name}\r", end="", file=sys.stderr)
     _say(f"{folder}: {len(checkpoint.infos)} tensors, {checkpoint.bytes / 2**20:,.0f} MiB, all there and finite")
@@ -56,6 +59,10 @@ def serve(folder: Path, plan: str | None, flags: Sequence[str]) -> None:
         str(info.dtype).removeprefix("torch.") for info in checkpoint.infos.values()
     }:
         _say("the weights are float32; --dtype auto lets vLLM serve them in 16 bits, --dtype float32 keeps them")
+    # Folders of a family are read by our parser, which finds the family again, in every process that vLLM starts.
+    args.config_format = compat.CONFIG_FORMAT
+    if family is not None:
+        os.environ[FAMILY] = str(Path(family).resolve()) if Path(family).is_file() else family
     if plan is not None:
         args.additional_config = {**(args.additional_config or {}), "tiers": plan}
     text = (args.additional_config or {}).get("tiers", AUTO)

@@ -12,11 +12,16 @@ import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
-from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.logger import init_logger
-from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -28,10 +33,12 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsPP
 from vllm.model_executor.models.utils import PPMissingLayer, WeightsMapper, make_layers, maybe_prefix
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.sequence import IntermediateTensors
 
 from tiers.reference import config as c
 from tiers.reference.heads import HeadLayout
+from tiers.reference.load import mapped
 from tiers.reference.model import slopes
 from tiers.reference.ops.rope import rope_table
 from tiers.vllm_model import dispatch, serving, weights
@@ -52,10 +59,41 @@ class LayerNorm(nn.LayerNorm):
         return super().forward(residual), residual
 
 
-def make_norm(config: c.Norm, width: int) -> RMSNorm | LayerNorm:
+def make_norm(config: c.Norm, width: int) -> RMSNorm | GemmaRMSNorm | LayerNorm:
     if config.kind == "rms":
-        return RMSNorm(width, eps=config.eps)
+        # Gemma's is the one that scales by 1 + weight.
+        return (GemmaRMSNorm if config.unit_offset else RMSNorm)(width, eps=config.eps)
     return LayerNorm(width, eps=config.eps, bias=config.has_bias)
+
+
+class HeadsNorm(nn.Module):
+    """RMS norm over the channels of all heads together, of which this rank holds some.
+
+    Args:
+        config: kind rms.
+        width: channels on this rank.
+        copies: ranks that hold the same heads.
+    """
+
+    def __init__(self, config: c.Norm, width: int, copies: int = 1) -> None:
+        super().__init__()
+        self.eps, self.offset, self.copies = config.eps, float(config.unit_offset), copies
+        self.ranks = get_tensor_model_parallel_world_size()
+        self.weight = nn.Parameter(torch.ones(width))
+        set_weight_attrs(self.weight, {"weight_loader": self._load})
+
+    def _load(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        part = get_tensor_model_parallel_rank() // self.copies
+        parameter.data.copy_(whole[part * len(parameter) : (part + 1) * len(parameter)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = x.float()
+        squares = exact.square().sum(-1, keepdim=True)
+        if self.ranks > 1:
+            squares = tensor_model_parallel_all_reduce(squares)
+        # Heads that several ranks hold are summed as often, and counted as often here.
+        mean = squares / (x.shape[-1] * self.ranks)
+        return (exact * torch.rsqrt(mean + self.eps) * (self.weight.float() + self.offset)).to(x.dtype)
 
 
 def make_rope(config: c.Attention, max_positions: int) -> RotaryEmbedding | None:
@@ -108,8 +146,15 @@ class TiersAttention(nn.Module):
             layout.num_heads * config.head_dim, model.hidden_size,
             bias=config.o_bias, quant_config=quant_config, prefix=f"{prefix}.o_proj",
         )  # fmt: skip
-        self.q_norm = RMSNorm(config.head_dim, eps=model.norm.eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, eps=model.norm.eps) if config.qk_norm else None
+        self.qk_norm = config.qk_norm
+        norm = c.Norm("rms", model.norm.eps, unit_offset=model.norm.unit_offset)
+        if config.qk_norm == "head":
+            self.q_norm, self.k_norm = make_norm(norm, config.head_dim), make_norm(norm, config.head_dim)
+        elif config.qk_norm == "full":
+            self.q_norm = HeadsNorm(norm, self.num_heads * config.head_dim)
+            self.k_norm = HeadsNorm(
+                norm, self.num_kv_heads * config.head_dim, copies=max(1, ranks // config.num_kv_heads)
+            )
         self.rotary = make_rope(config, model.max_position_embeddings)
         with torch.device("cpu"):
             all_slopes = slopes(config)
@@ -135,7 +180,9 @@ class TiersAttention(nn.Module):
         qkv, _ = self.qkv_proj(x)
         q_width, kv_width = self.num_heads * self.size, self.num_kv_heads * self.size
         query, key, value = qkv.split([q_width, kv_width, kv_width], dim=-1)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.qk_norm == "full":
+            query, key = self.q_norm(query), self.k_norm(key)
+        elif self.qk_norm == "head":
             query = self.q_norm(query.unflatten(-1, (self.num_heads, self.size)).contiguous()).flatten(-2)
             key = self.k_norm(key.unflatten(-1, (self.num_kv_heads, self.size)).contiguous()).flatten(-2)
         if self.rotary is not None:
@@ -144,8 +191,8 @@ class TiersAttention(nn.Module):
         return out
 
 
-class SwigluFfn(nn.Module):
-    def __init__(self, config: c.Swiglu, width: int, quant_config: object, prefix: str) -> None:
+class GatedFfn(nn.Module):
+    def __init__(self, config: c.Swiglu | c.Geglu, width: int, quant_config: object, prefix: str) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
             width, [config.intermediate_size] * 2,
@@ -154,7 +201,7 @@ class SwigluFfn(nn.Module):
         self.down_proj = RowParallelLinear(
             config.intermediate_size, width, bias=config.bias, quant_config=quant_config, prefix=f"{prefix}.down_proj"
         )
-        self.activation = SiluAndMul()
+        self.activation = SiluAndMul() if isinstance(config, c.Swiglu) else GeluAndMul(config.approximate)
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up, _ = self.gate_up_proj(x)
@@ -191,13 +238,19 @@ class TiersLayer(nn.Module):
         width = model.hidden_size
         self.parallel = model.residual == "parallel"
         self.multiplier = model.residual_multiplier
-        self.mixer_norm = make_norm(model.norm, width)
-        self.mixer = TiersAttention(config.mixer, model, choices["attention"], vllm_config, f"{prefix}.mixer")
-        self.ffn_norm = make_norm(model.norm, width)
-        if isinstance(config.ffn, c.Swiglu):
-            self.ffn: nn.Module = SwigluFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
+        if model.norm_position != "post":
+            self.mixer_norm, self.ffn_norm = make_norm(model.norm, width), make_norm(model.norm, width)
         else:
-            self.ffn = GeluFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
+            self.mixer_norm = self.ffn_norm = None
+        if model.norm_position != "pre":
+            self.mixer_post_norm, self.ffn_post_norm = make_norm(model.norm, width), make_norm(model.norm, width)
+        else:
+            self.mixer_post_norm = self.ffn_post_norm = None
+        self.mixer = TiersAttention(config.mixer, model, choices["attention"], vllm_config, f"{prefix}.mixer")
+        if isinstance(config.ffn, c.Gelu):
+            self.ffn: nn.Module = GeluFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
+        else:
+            self.ffn = GatedFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
         self.gate = None
         if config.gate is not None:
             self.gate = KnowledgeGate(
@@ -207,24 +260,32 @@ class TiersLayer(nn.Module):
     def forward(
         self, positions: Tensor, delta: Tensor | None, h: Tensor, token_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        if delta is None:
-            x = self.mixer_norm(h)
-        else:
-            x, h = self.mixer_norm(delta, h)
-        mixed = self._scaled(self.mixer(positions, x))
+        x, h = _add_and_norm(self.mixer_norm, delta, h)
+        mixed = self._finished(self.mixer(positions, x), self.mixer_post_norm)
         if self.parallel:
-            h = h + mixed + self._scaled(self.ffn(self.ffn_norm(h)))
+            x, _ = _add_and_norm(self.ffn_norm, None, h)
+            h = h + mixed + self._finished(self.ffn(x), self.ffn_post_norm)
             delta = None
         else:
-            x, h = self.ffn_norm(mixed, h)
-            delta = self._scaled(self.ffn(x))
+            x, h = _add_and_norm(self.ffn_norm, mixed, h)
+            delta = self._finished(self.ffn(x), self.ffn_post_norm)
         if self.gate is not None:
             h = self.gate(h if delta is None else h + delta, token_ids)
             delta = None
         return delta, h
 
-    def _scaled(self, x: Tensor) -> Tensor:
+    def _finished(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """The output of a sublayer as it is added to the residual stream."""
+        x = x if norm is None else norm(x)
         return x if self.multiplier == 1.0 else x * self.multiplier
+
+
+def _add_and_norm(norm: nn.Module | None, delta: Tensor | None, h: Tensor) -> tuple[Tensor, Tensor]:
+    """What a sublayer reads, and the residual stream with `delta` added."""
+    if norm is None:
+        h = h if delta is None else h + delta
+        return h, h
+    return (norm(h), h) if delta is None else norm(delta, h)
 
 
 @support_torch_compile(
@@ -238,7 +299,7 @@ class TiersLayer(nn.Module):
 class TiersModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        model: c.ModelConfig = vllm_config.model_config.hf_config.model
+        model = serving.model_config_of(vllm_config)
         self.config = model
         choices = serving.choose_tiers(vllm_config)
         if get_pp_group().is_first_rank and get_tensor_model_parallel_rank() == 0:
@@ -250,6 +311,9 @@ class TiersModel(nn.Module):
             )
         else:
             self.embed_tokens = PPMissingLayer()
+        if model.learned_positions:
+            rows, width = model.max_position_embeddings, model.hidden_size
+            self.embed_positions = nn.Embedding(rows, width) if pp.is_first_rank else PPMissingLayer()
         if model.embedding_norm:
             self.embed_norm = make_norm(model.norm, model.hidden_size) if pp.is_first_rank else PPMissingLayer()
 
@@ -277,7 +341,7 @@ class TiersModel(nn.Module):
         h = self.embed_tokens(input_ids)
         if self.config.embedding_multiplier != 1.0:
             h = h * self.config.embedding_multiplier
-        return self.embed_norm(h) if self.config.embedding_norm else h
+        return h
 
     def forward(
         self,
@@ -292,6 +356,10 @@ class TiersModel(nn.Module):
                 assert input_ids is not None
                 inputs_embeds = self.embed_input_ids(input_ids)
             h = inputs_embeds
+            if self.config.learned_positions:
+                h = h + self.embed_positions(positions)
+            if self.config.embedding_norm:
+                h = self.embed_norm(h)
         else:
             assert intermediate_tensors is not None
             h = intermediate_tensors["hidden_states"]
@@ -331,20 +399,21 @@ class TiersForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         serving.check_vllm_config(vllm_config)
-        model: c.ModelConfig = vllm_config.model_config.hf_config.model
+        model = serving.model_config_of(vllm_config)
         self.config = model
         self.quant_config = vllm_config.quant_config
-        # Files to read when the index of the folder is stale (vLLM would drop every file that it does not name).
-        self.allow_patterns_overrides = serving.weight_patterns(vllm_config)
+        self.weight_map = serving.weight_map(vllm_config)
         self.model = TiersModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         if get_pp_group().is_last_rank:
             self.lm_head = ParallelLMHead(
                 model.vocab_size, model.hidden_size,
-                quant_config=self.quant_config, prefix=maybe_prefix(prefix, "lm_head"),
+                bias=model.lm_head_bias, quant_config=self.quant_config, prefix=maybe_prefix(prefix, "lm_head"),
             )  # fmt: skip
             if model.tie_word_embeddings:
                 self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-            self.logits_processor = LogitsProcessor(model.vocab_size, scale=model.logits_multiplier)
+            self.logits_processor = LogitsProcessor(
+                model.vocab_size, scale=model.logits_multiplier, soft_cap=model.logits_softcap
+            )
         else:
             self.lm_head = PPMissingLayer()
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
@@ -362,10 +431,11 @@ class TiersForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        return self.logits_processor(self.lm_head, hidden_states)
+        bias = self.lm_head.bias if self.config.lm_head_bias else None
+        return self.logits_processor(self.lm_head, hidden_states, bias)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-        filled = weights.load(self, self.config, tensors, strict=self.quant_config is None)
+        filled = weights.load(self, self.config, mapped(self.weight_map, tensors), strict=self.quant_config is None)
         for module in self.modules():
             if isinstance(module, KnowledgeGate):
                 module.prove()

@@ -3,19 +3,19 @@
 Also reads the plan out of vLLM's configuration, so that the start-up table, the model and `tiers plan` agree.
 """
 
-import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiers.reference.checkpoint import INDEX_NAME
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import ConfigError, ServingError
 from tiers.reference.heads import HeadLayout
-from tiers.reference.load import check_folder, check_headers
+from tiers.reference.load import Description, ModelFolder, describe, describe_config, open_described
+from tiers.reference.weight_map import WeightMap
 from tiers.vllm_model import compat
 from tiers.vllm_model.dispatch import Choice, Where, resolve
+from tiers.vllm_model.hf_config import TiersConfig, asked_family
 from tiers.vllm_model.plan import AUTO, TierPlan
 
 # vLLM prints loggers below its own name.
@@ -85,10 +85,10 @@ def check_options(config: ModelConfig, options: Options) -> None:
             "buffers between stages only when it compiles. Leave --enforce-eager out"
         )
     longest = config.max_position_embeddings
-    if options.max_model_len is not None and options.max_model_len > longest and _has_rope(config):
+    if options.max_model_len is not None and options.max_model_len > longest and _has_table(config):
         raise ServingError(
-            f"--max-model-len is {options.max_model_len}, but max_position_embeddings in config.json is {longest}; the rotary "
-            f"table ends there. Expected at most {longest}, or a config that describes how positions are stretched"
+            f"--max-model-len is {options.max_model_len}, but max_position_embeddings in config.json is {longest}; the table "
+            f"of positions ends there. Expected at most {longest}, or a config that describes how positions are stretched"
         )
     if options.kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ServingError(
@@ -111,8 +111,8 @@ def check_options(config: ModelConfig, options: Options) -> None:
         )
 
 
-def _has_rope(config: ModelConfig) -> bool:
-    return any(layer.mixer.position.kind == "rope" for layer in config.layers)
+def _has_table(config: ModelConfig) -> bool:
+    return config.learned_positions or any(layer.mixer.position.kind == "rope" for layer in config.layers)
 
 
 def _check_lora(config: ModelConfig) -> None:
@@ -128,9 +128,9 @@ def check_vllm_config(vllm_config: Any) -> None:
     """Check a complete vLLM configuration against the model and, for a local folder, against its files' headers.
 
     Raises:
-        TiersError: see `check_options`, `choose_tiers` and `tiers.reference.load.check_folder`.
+        TiersError: see `check_options`, `choose_tiers` and `tiers.reference.load.open_model`.
     """
-    config: ModelConfig = vllm_config.model_config.hf_config.model
+    config = model_config_of(vllm_config)
     parallel = vllm_config.parallel_config
     check_options(
         config,
@@ -148,35 +148,60 @@ def check_vllm_config(vllm_config: Any) -> None:
     )
     choose_tiers(vllm_config)
     if reads_folder(vllm_config):
-        _check_files(Path(vllm_config.model_config.model), config)
+        folder = model_folder(vllm_config.model_config)
+        for note in _logged_once(folder):
+            logger.info("%s: %s", folder.folder, note)
 
 
 def reads_folder(vllm_config: Any) -> bool:
-    """Whether the weights come from safetensors files in a local folder (not from a hub, a stream, or a random seed)."""
+    """Whether the weights come from files in a local folder (not from a hub, a stream, or a random seed)."""
     return (
-        vllm_config.load_config.load_format in ("auto", "hf", "safetensors")
+        vllm_config.load_config.load_format in ("auto", "hf", "safetensors", "pt", compat.LOAD_FORMAT)
         and Path(vllm_config.model_config.model).is_dir()
     )
 
 
-@functools.cache
-def _check_files(folder: Path, config: ModelConfig) -> bool:
-    """Check the headers once per process, log what is odd; returns whether the index is stale."""
-    found, checkpoint, notes = check_folder(folder)
-    if found != config:  # --hf-overrides changed the description
-        notes = check_headers(config, checkpoint)
-    for note in notes:
-        logger.info("%s: %s", folder, note)
-    return any(note.startswith(INDEX_NAME) for note in checkpoint.notes)
+def description(model_config: Any) -> Description:
+    """The model that vLLM was asked for, with what --hf-overrides changed, and the family that its files are of."""
+    hf_config = model_config.hf_config
+    if isinstance(hf_config, TiersConfig):
+        return hf_config.description
+    # An architecture of a user's family on a model type that transformers knows: its own class has read the config.
+    folder = Path(model_config.model)
+    return describe(folder, asked_family()) if folder.is_dir() else describe_config(hf_config.to_dict(), asked_family())
 
 
-def weight_patterns(vllm_config: Any) -> list[str] | None:
-    """What vLLM's loader shall read when the index of the folder is stale; None for its own choice."""
-    if reads_folder(vllm_config) and _check_files(
-        Path(vllm_config.model_config.model), vllm_config.model_config.hf_config.model
-    ):
-        return ["*.safetensors"]
-    return None
+def model_config_of(vllm_config: Any) -> ModelConfig:
+    """The parsed model."""
+    return description(vllm_config.model_config).config
+
+
+def model_folder(model_config: Any) -> ModelFolder:
+    """The local folder of a model, its headers checked once per process."""
+    found = description(model_config)
+    key = (Path(model_config.model), found.config)
+    if key not in _folders:
+        _folders[key] = open_described(key[0], found)
+    return _folders[key]
+
+
+def weight_map(vllm_config: Any) -> WeightMap:
+    """Where the tensors that vLLM's loader hands over belong."""
+    if reads_folder(vllm_config):
+        return model_folder(vllm_config.model_config).map
+    found = description(vllm_config.model_config)
+    return WeightMap(found.family, found.config)
+
+
+_folders: dict[tuple[Path, ModelConfig], ModelFolder] = {}
+_logged: set[Path] = set()
+
+
+def _logged_once(folder: ModelFolder) -> list[str]:
+    if folder.folder in _logged:
+        return []
+    _logged.add(folder.folder)
+    return folder.notes
 
 
 def choose_tiers(vllm_config: Any) -> tuple[Choice, ...]:
@@ -190,7 +215,7 @@ def choose_tiers(vllm_config: Any) -> tuple[Choice, ...]:
     text = additional.get("tiers", AUTO) if isinstance(additional, dict) else AUTO
     if not isinstance(text, str):
         raise ConfigError(f"additional-config: tiers is {text!r}; expected text such as auto or 0-3=reference")
-    config: ModelConfig = vllm_config.model_config.hf_config.model
+    config = model_config_of(vllm_config)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     where = Where(compat.device_type(), vllm_config.cache_config.block_size, dtype)
     return resolve(config, TierPlan.parse(text, config), where)

@@ -1,7 +1,16 @@
-"""Compare a vLLM engine with the reference model by log-probabilities. Imports vLLM inside functions."""
+"""Compare a vLLM engine, or a server, with the reference model by log-probabilities. Imports vLLM inside functions."""
 
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,3 +106,76 @@ def dispatch_counts(_model: Any) -> dict[str, int]:
     from tiers.vllm_model.dispatch import COUNTS
 
     return {" ".join(key): calls for key, calls in COUNTS.items()}
+
+
+@dataclass
+class Server:
+    """A running `tiers serve`, the folder it serves, and its log."""
+
+    url: str
+    folder: Path
+    log: Path
+
+    def post(self, path: str, **body: Any) -> Any:
+        """The open response to a request."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps({"model": "tiny", **body}).encode(), {"Content-Type": "application/json"}
+        )
+        return urllib.request.urlopen(request, timeout=60)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """The only choice of a completion."""
+        with self.post("/v1/completions", temperature=0, **body) as response:
+            return json.load(response)["choices"][0]
+
+    def is_alive(self) -> bool:
+        """Whether the server says that it is well."""
+        with urllib.request.urlopen(self.url + "/health", timeout=5) as response:
+            return response.status == 200
+
+
+@contextmanager
+def serving(folder: Path, log: Path, *flags: str, command: Sequence[str] = (), **environment: str) -> Iterator[Server]:
+    """Serve a folder of a tiny model in float32, eager, until the block ends.
+
+    Args:
+        folder: the model.
+        log: file for what the server prints; the server runs in its folder.
+        flags: more of them.
+        command: what starts it; None is `tiers serve`.
+        environment: more variables.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [*(command or (sys.executable, "-m", "tiers.vllm_model.cli", "serve")), str(folder), *flags]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny", "--enforce-eager"]
+    command += ["--dtype", "float32", "--max-model-len", "128", "--return-tokens-as-token-ids"]
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env=env, cwd=log.parent, start_new_session=True
+        )
+    server = Server(f"http://127.0.0.1:{port}", folder, log)
+    try:
+        for _ in range(400):
+            assert process.poll() is None, log.read_text()[-4000:]
+            try:
+                server.is_alive()
+                break
+            except OSError:
+                time.sleep(0.3)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+
+
+def answered(choice: dict[str, Any]) -> tuple[list[int], Tensor]:
+    """Token ids and log-probabilities of a completion that was asked for with logprobs=0."""
+    tokens = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+    return tokens, torch.tensor(choice["logprobs"]["token_logprobs"])

@@ -26,16 +26,16 @@ STACKED: dict[str, tuple[str, str | int]] = {
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
-def target(name: str, swiglu: bool) -> tuple[str, str | int | None]:
+def target(name: str, gated: bool) -> tuple[str, str | int | None]:
     """The parameter of the vLLM model that a checkpoint tensor goes into, and which part of it.
 
     Args:
         name: as in `tiers.reference.model`.
-        swiglu: the layer's ffn has a gate_proj, so that up_proj is the second part of a stack.
+        gated: the layer's ffn has a gate_proj, so that up_proj is the second part of a stack.
     """
     full = name if name.startswith("lm_head.") else f"model.{name}"
     for ours, (theirs, part) in STACKED.items():
-        if ours in full and (swiglu or ours != ".ffn.up_proj."):
+        if ours in full and (gated or ours != ".ffn.up_proj."):
             return full.replace(ours, theirs), part
     return full, None
 
@@ -43,9 +43,11 @@ def target(name: str, swiglu: bool) -> tuple[str, str | int | None]:
 def arrange(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     """Bring query heads into contiguous groups of one size (see HeadLayout); other tensors pass through."""
     match = _LAYER.fullmatch(name)
-    if match is None or not match[2].startswith(("mixer.q_proj.", "mixer.o_proj.weight")):
+    if match is None or not match[2].startswith(("mixer.q_proj.", "mixer.q_norm.", "mixer.o_proj.weight")):
         return tensor
     mixer = config.layers[int(match[1])].mixer
+    if match[2] == "mixer.q_norm.weight" and mixer.qk_norm != "full":
+        return tensor  # one weight for all heads
     layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
     if match[2] == "mixer.o_proj.weight":
         return layout.arrange(tensor, mixer.head_dim, dim=1, copy=False)
@@ -72,8 +74,7 @@ def load(model: nn.Module, config: ModelConfig, tensors: Iterable[tuple[str, Ten
     filled: set[str] = set()
     checked = CheckedTensors(config, dtype=torch.get_default_dtype())
     for name, tensor in checked.check(tensors):
-        swiglu = _has_swiglu(config, name)
-        full, part = target(name, swiglu)
+        full, part = target(name, _is_gated(config, name))
         if is_pp_missing_parameter(full, model):
             continue
         if full not in parameters:
@@ -96,6 +97,6 @@ def load(model: nn.Module, config: ModelConfig, tensors: Iterable[tuple[str, Ten
     return filled & set(parameters)
 
 
-def _has_swiglu(config: ModelConfig, name: str) -> bool:
+def _is_gated(config: ModelConfig, name: str) -> bool:
     match = _LAYER.fullmatch(name)
-    return match is not None and config.layers[int(match[1])].ffn.kind == "swiglu"
+    return match is not None and config.layers[int(match[1])].ffn.kind in ("swiglu", "geglu")

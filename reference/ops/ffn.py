@@ -24,6 +24,22 @@ def swiglu(
     return F.linear(inner_TF, down_MF, down_bias_M)
 
 
+def geglu(
+    x_TM: Tensor, gate_FM: Tensor, up_FM: Tensor, down_MF: Tensor,
+    gate_bias_F: Tensor | None = None, up_bias_F: Tensor | None = None, down_bias_M: Tensor | None = None,
+    approximate: str = "none",
+) -> Tensor:  # fmt: skip
+    """down(gelu(gate x) * up x). Arguments as of `swiglu`; `approximate` as of `gelu`.
+
+    Returns:
+        [T, M].
+
+    Source: Shazeer 2020 (2002.05202).
+    """
+    gate_TF = F.gelu(F.linear(x_TM, gate_FM, gate_bias_F), approximate=approximate)
+    return F.linear(gate_TF * F.linear(x_TM, up_FM, up_bias_F), down_MF, down_bias_M)
+
+
 def gelu(
     x_TM: Tensor, up_FM: Tensor, down_MF: Tensor,
     up_bias_F: Tensor | None = None, down_bias_M: Tensor | None = None, approximate: str = "none",

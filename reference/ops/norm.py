@@ -5,13 +5,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x_M: Tensor, weight_M: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, in float32 (float64 for float64 input), rounded once.
+def rms_norm(x_M: Tensor, weight_M: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), in float32 (float64 for float64 input), rounded once.
 
     Args:
         x_M: [..., M].
         weight_M: [M].
         eps: added to the mean square.
+        offset: added to the weight, in float32; 1 in Gemma.
 
     Returns:
         [..., M] in the dtype of x_M.
@@ -20,7 +21,7 @@ def rms_norm(x_M: Tensor, weight_M: Tensor, eps: float) -> Tensor:
     """
     exact = torch.float64 if x_M.dtype == torch.float64 else torch.float32
     x = x_M.to(exact)
-    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_M.to(exact)).to(x_M.dtype)
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight_M.to(exact) + offset)).to(x_M.dtype)
 
 
 def layer_norm(x_M: Tensor, weight_M: Tensor, bias_M: Tensor | None, eps: float) -> Tensor:

@@ -1,8 +1,9 @@
-"""Folders of safetensors files: single, sharded, stale, damaged; told apart from headers alone."""
+"""Folders of safetensors files: single, sharded, stale, damaged, hostile; told apart from headers alone."""
 
 import json
 import os
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tiers.reference.checkpoint import INDEX_NAME, MAX_HEADER_BYTES, open_checkpoint, read_header
+from tiers.reference.checkpoint import (
+    INDEX_NAME,
+    MAX_HEADER_BYTES,
+    inside,
+    open_checkpoint,
+    read_header,
+    read_text,
+)
 from tiers.reference.errors import CheckpointError
 from tiers.reference.testing.tiny import save_model
 
@@ -153,7 +161,9 @@ def test_a_tensor_that_no_shard_has_is_refused(sharded: Path) -> None:
     assert_refused(sharded, f"says {SHARDS[0]} holds ghost.weight", "no file in the folder holds ghost.weight")
 
 
-@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "x.safetensors/", 3])
+@pytest.mark.parametrize(
+    "file", ["../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "x.safetensors/", 3, "x\0"]
+)
 def test_an_index_that_points_elsewhere_is_refused(sharded: Path, file: Any) -> None:
     # The file exists, so only the rule keeps it from being read.
     save_file(TENSORS, sharded.parent / "x.safetensors")
@@ -164,12 +174,12 @@ def test_an_index_that_points_elsewhere_is_refused(sharded: Path, file: Any) -> 
 @pytest.mark.parametrize("file", ["..", "", "."])
 def test_an_index_that_points_to_a_folder_is_refused(sharded: Path, file: str) -> None:
     edit_index(sharded, lambda index: index.update({"ghost.weight": file}))
-    assert_refused(sharded, INDEX_NAME)
+    assert_refused(sharded, INDEX_NAME, f"ghost.weight is said to lie in {file!r}", "plain name of a file")
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": null}', "null", "{"],
-    ids=["empty", "list", "no weight_map", "weight_map a list", "weight_map null", "null", "cut"],
+    "text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": null}', "null", "{", "[" * 100_000],
+    ids=["empty", "list", "no weight_map", "weight_map a list", "weight_map null", "null", "cut", "too deep"],
 )  # fmt: skip
 def test_a_file_that_is_no_index_is_refused(sharded: Path, text: str) -> None:
     (sharded / INDEX_NAME).write_text(text)
@@ -202,7 +212,7 @@ def test_no_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_weights_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "config.json").write_text("{}")
     assert_refused(tmp_path, "no *.safetensors file", "beside config.json")
 
 
@@ -328,13 +338,189 @@ def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path, "model.safetensors: cannot be read")
 
 
-def test_a_link_to_a_file_elsewhere_is_read(single: Path, tmp_path: Path) -> None:
-    # The cache of the Hugging Face hub is made of such links.
-    folder = tmp_path / "snapshot"
-    folder.mkdir()
-    (folder / "model.safetensors").symlink_to(single / "model.safetensors")
-    assert_holds(folder, TENSORS)
-
-
 def test_a_header_says_nothing_of_other_files(sharded: Path) -> None:
     assert read_header(sharded / SHARDS[0]).keys() == {"layer.0.weight", "layer.3.weight"}
+
+
+# ---- one tensor, many tensors, other weights beside them -------------------------------------------------------------
+
+
+def test_one_tensor_is_read_by_itself(sharded: Path) -> None:
+    checkpoint = open_checkpoint(sharded)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(checkpoint.tensor(name), tensor)
+
+
+def test_a_tensor_that_is_not_there_is_named(single: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no tensor ghost; the folder holds layer.0.weight, .* and 2 more"):
+        open_checkpoint(single).tensor("ghost")
+
+
+def test_renamed_tensors_are_read_by_their_new_names(sharded: Path) -> None:
+    checkpoint = open_checkpoint(sharded).renamed({"b": "layer.1.weight", "a": "layer.4.weight"}, ["renamed"])
+    assert [name for name, _ in checkpoint.tensors()] == ["a", "b"]
+    assert torch.equal(checkpoint.tensor("b"), TENSORS["layer.1.weight"])
+    assert torch.equal(dict(checkpoint.tensors())["a"], TENSORS["layer.4.weight"])
+    assert checkpoint.notes == ["renamed"]
+
+
+def test_b11_a_second_naming_scheme_without_an_index_is_left_out_with_a_note(single: Path) -> None:
+    save_file({"layers.0.attention.wk.weight": torch.ones(1)}, single / "consolidated.safetensors")
+    assert_holds(single, TENSORS)
+    (note,) = open_checkpoint(single).notes
+    assert note == "not read, since the folder has model.safetensors: consolidated.safetensors"
+
+
+def test_a_consolidated_file_by_itself_is_read(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "consolidated.safetensors")
+    assert_holds(tmp_path, TENSORS)
+
+
+def test_b11_weights_in_another_form_beside_safetensors_are_left_out_with_a_note(single: Path) -> None:
+    for name in ("pytorch_model.bin", "model.gguf", "training_args.bin", "optimizer.pt"):
+        (single / name).write_bytes(b"damaged")
+    (single / "mp_rank_00").mkdir()
+    (single / "global_step10").mkdir()
+    assert_holds(single, TENSORS)
+    assert open_checkpoint(single).notes == [
+        "not read, since the folder has *.safetensors: pytorch_model.bin, model.gguf, mp_rank_00"
+    ]
+
+
+def test_b7_wrapper_prefixes_are_taken_off(tmp_path: Path) -> None:
+    wrapped = {f"_orig_mod.module.{name}" if i else name: tensor for i, (name, tensor) in enumerate(TENSORS.items())}
+    folder = save_model(tmp_path / "model", {}, wrapped, shards=2)
+    assert_holds(folder, TENSORS)
+    assert open_checkpoint(folder).notes == ["took the wrapper prefix module, _orig_mod off 5 of 6 names"]
+
+
+def test_b3_an_unmerged_adapter_is_refused(tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.ones(1)}, tmp_path / "adapter_model.safetensors")
+    assert_refused(tmp_path, "unmerged adapter", name, "merge_and_unload")
+
+
+def test_headers_of_a_70b_model_are_read_in_no_time(tmp_path: Path) -> None:
+    # Holes in place of data; anything that read tensors would take minutes.
+    shapes = [
+        [8192, 8192],
+        [1024, 8192],
+        [1024, 8192],
+        [8192, 8192],
+        [28672, 8192],
+        [28672, 8192],
+        [8192, 28672],
+        [8192],
+    ]
+    names: list[list[str]] = [[] for _ in range(30)]
+    for layer in range(80):
+        names[layer % 30] += [f"model.layers.{layer}.{i}.weight" for i in range(len(shapes))]
+    index = {}
+    for shard, part in enumerate(names):
+        file = tmp_path / f"model-{shard + 1:05d}-of-00030.safetensors"
+        header, end = {}, 0
+        for name in part:
+            shape = shapes[int(name.split(".")[3])]
+            start, end = end, end + 2 * torch.Size(shape).numel()
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        write_raw(file, header)
+        os.truncate(file, file.stat().st_size + end)
+        index.update(dict.fromkeys(part, file.name))
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": index}))
+    start_s = time.perf_counter()
+    checkpoint = open_checkpoint(tmp_path)
+    assert time.perf_counter() - start_s < 2
+    assert checkpoint.bytes == 80 * 2 * sum(torch.Size(shape).numel() for shape in shapes)
+
+
+# ---- nothing outside of the folder, and nothing that never ends ------------------------------------------------------
+
+
+def hub_cache(tmp_path: Path) -> Path:
+    """A snapshot in the cache of the Hugging Face hub: links into blobs."""
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0f"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    save_file(TENSORS, blobs / "1234abcd")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/1234abcd")
+    return snapshot
+
+
+def test_the_cache_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
+    assert_holds(hub_cache(tmp_path), TENSORS)
+
+
+def test_a_link_to_a_snapshot_is_read(tmp_path: Path) -> None:
+    (tmp_path / "mine").symlink_to(hub_cache(tmp_path))
+    assert_holds(tmp_path / "mine", TENSORS)
+
+
+def test_a_link_within_the_folder_is_read(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "weights")
+    (tmp_path / "model.safetensors").symlink_to("weights")
+    assert_holds(tmp_path, TENSORS)
+
+
+@pytest.mark.parametrize("target", ["../../../elsewhere", "../../elsewhere", "../../blobs/../../elsewhere", "../1f/x"])
+def test_a_link_out_of_a_snapshot_is_refused(target: str, tmp_path: Path) -> None:
+    snapshot = hub_cache(tmp_path)
+    file = snapshot / "model.safetensors"
+    file.unlink()
+    file.symlink_to(target)
+    (snapshot.parent / "1f").mkdir()
+    save_file(TENSORS, (snapshot / target).resolve())
+    assert_refused(snapshot, "model.safetensors leads to", "outside of", "Copy the file here")
+
+
+def test_a_blob_that_leads_on_is_refused(tmp_path: Path) -> None:
+    snapshot = hub_cache(tmp_path)
+    blob = tmp_path / "models--a--b" / "blobs" / "1234abcd"
+    blob.rename(tmp_path / "elsewhere")
+    blob.symlink_to(tmp_path / "elsewhere")
+    assert_refused(snapshot, "model.safetensors leads to", "outside of")
+
+
+def test_a_link_out_of_the_folder_is_refused(single: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(single / "model.safetensors")
+    assert_refused(folder, "model.safetensors leads to", "outside of", "Copy the file here")
+
+
+def test_an_index_that_is_a_link_out_of_the_folder_is_refused(sharded: Path, tmp_path: Path) -> None:
+    (sharded / INDEX_NAME).rename(tmp_path / "index")
+    (sharded / INDEX_NAME).symlink_to(tmp_path / "index")
+    assert_refused(sharded, f"{INDEX_NAME} leads to", "outside of")
+
+
+def test_a_link_in_a_circle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    assert_refused(tmp_path, "model.safetensors: cannot be read")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX_NAME, "pytorch_model.bin", "model.gguf"])
+def test_a_pipe_is_refused_rather_than_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    assert_refused(tmp_path, f"{name}: cannot be read, it is no regular file")
+
+
+def test_inside_returns_a_path_that_stays(single: Path) -> None:
+    assert inside(single, single / "config.json") == single / "config.json"
+    with pytest.raises(CheckpointError, match="outside of"):
+        inside(single, single / ".." / "config.json")
+
+
+def test_a_text_is_read_within_bounds(single: Path) -> None:
+    assert read_text(single, single / "config.json") == "{}"
+    with pytest.raises(CheckpointError, match=r"config.json: 2 bytes; expected at most 1"):
+        read_text(single, single / "config.json", limit=1)
+    (single / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"config.json: no UTF-8 text"):
+        read_text(single, single / "config.json")
+
+
+def test_a_name_of_any_length_makes_a_short_message(single: Path) -> None:
+    save_file({"a" * 100_000: torch.ones(1)}, single / "copy.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(single).tensor("ghost")
+    assert len(str(caught.value)) < 2000

@@ -210,7 +210,7 @@ def test_an_unknown_key_like_no_other_lists_the_known_ones() -> None:
         ("layers.2.gate.source", '"token" or "bank"'),
         ("mixer.position.kind", "one of rope, alibi, none"),
         ("mixer.pattern.kind", "one of dense, window, topk"),
-        ("ffn.kind", "one of swiglu, gelu"),
+        ("ffn.kind", "one of swiglu, geglu, gelu"),
     ],
 )
 def test_names_a_missing_required_key(path: str, expected: str) -> None:
@@ -246,7 +246,7 @@ def test_a_bank_needs_slots(slots: Any) -> None:
         ("mixer.pattern.k", 8.5, "8.5", "an integer"),
         ("mixer.qkv_bias", 1, "1", "true or false"),
         ("mixer.qkv_bias", "true", '"true"', "true or false"),
-        ("mixer.qk_norm", None, "missing", "true or false"),
+        ("mixer.qk_norm", True, "true", '"none" or "head" or "full"'),
         ("mixer.scale", "0.1", '"0.1"', "a number or null"),
         ("mixer.scale", True, "true", "a number or null"),
         ("mixer.head_map", 3, "3", "a list of integers"),
@@ -263,7 +263,7 @@ def test_a_bank_needs_slots(slots: Any) -> None:
         ("mixer.position.scaling", 2.0, "2.0", "an object with kind linear, dynamic, yarn, llama3"),
         ("mixer.position.scaling", {"kind": "ntk", "factor": 2}, '"ntk"', "one of linear, dynamic, yarn, llama3"),
         ("mixer.kind", "mamba", '"mamba"', "one of attention"),
-        ("ffn", [], "[]", "an object with kind swiglu, gelu"),
+        ("ffn", [], "[]", "an object with kind swiglu, geglu, gelu"),
         ("ffn.bias", 0, "0", "true or false"),
         ("norm", "rms", '"rms"', "an object"),
         ("norm.kind", "batch", '"batch"', '"rms" or "layer"'),

@@ -12,7 +12,7 @@ from torch import Tensor
 from tiers.reference.checkpoint import INDEX_NAME, open_checkpoint
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import CheckpointError, ConfigError
-from tiers.reference.load import CheckedTensors, check_folder, check_headers, load_model, weights
+from tiers.reference.load import CheckedTensors, check_headers, load_model, open_model, weights
 from tiers.reference.testing.tiny import alibi_config, random_ids, save_model, save_tiny, tiny_config, tiny_model
 
 TABLES = ("embed_tokens.weight", "lm_head.weight", "layers.2.gate.table.weight")
@@ -58,7 +58,7 @@ def test_a_stale_index_loads_with_a_note(tmp_path: Path) -> None:
         file.unlink()
     save_tiny(folder, tiny_config())
     assert torch.equal(logits_of(load_model(folder)), logits_of(tiny_model(tiny_config())))
-    _, _, notes = check_folder(folder)
+    notes = open_model(folder).notes
     assert any(f"{INDEX_NAME} is stale" in note for note in notes)
 
 
@@ -86,7 +86,7 @@ def test_surplus_vocabulary_rows_are_left_out(name: str, state: dict[str, Tensor
     padding = torch.full((13, state[name].shape[1]), 1e3)
     folder = save_model(tmp_path, tiny_config(), {**state, name: torch.cat((state[name], padding))})
     assert torch.equal(logits_of(load_model(folder)), logits_of(tiny_model(tiny_config())))
-    _, _, notes = check_folder(folder)
+    notes = open_model(folder).notes
     assert notes == [f"{name} has 333 rows, vocab_size is 320; the last 13 rows are not used"]
 
 
@@ -126,10 +126,10 @@ def test_a_relative_path_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_checking_a_folder_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny(tmp_path, tiny_config())
     monkeypatch.setattr("tiers.reference.checkpoint.safe_open", None)
-    config, checkpoint, notes = check_folder(folder)
-    assert config == ModelConfig.from_dict(tiny_config())
-    assert len(checkpoint.infos) == len(tiny_state(tiny_config()))
-    assert notes == []
+    opened = open_model(folder)
+    assert opened.config == ModelConfig.from_dict(tiny_config())
+    assert len(opened.checkpoint.infos) == len(tiny_state(tiny_config()))
+    assert opened.notes == []
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_a_config_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_weights_yields_each_parameter_once(tmp_path: Path, state: dict[str, Tensor]) -> None:
     folder = save_tiny(tmp_path, tiny_config(), shards=3)
-    names = [name for name, _ in weights(ModelConfig.from_dict(tiny_config()), open_checkpoint(folder))]
+    names = [name for name, _ in weights(open_model(folder))]
     assert sorted(names) == sorted(state)
 
 
@@ -307,4 +307,4 @@ def test_headers_are_checked_against_another_config(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"no tensor embed_norm\.bias, .*the folder has .*, which the model has no place for"
     ):
-        check_headers(ModelConfig.from_dict(alibi_config()), checkpoint)
+        check_headers(ModelConfig.from_dict(alibi_config()), checkpoint.infos, checkpoint.folder)

@@ -147,7 +147,7 @@ def test_gradients_of_a_whole_model_match_differences() -> None:
         "num_hidden_layers": 2,
         "max_position_embeddings": 8,
         "mixer": {
-            "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "qk_norm": True, "qkv_bias": True, "softcap": 5.0,
+            "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "qk_norm": "head", "qkv_bias": True, "softcap": 5.0,
             "pattern": {"kind": "topk", "k": 1, "window": 1},
             "position": {"kind": "rope"},
         },
@@ -282,7 +282,7 @@ def test_the_gate_comes_after_the_residual_of_the_ffn() -> None:
 
 
 def test_query_and_key_norms_act_per_head() -> None:
-    mixer = {**tiny_config()["mixer"], "qk_norm": True, "pattern": {"kind": "dense"}}
+    mixer = {**tiny_config()["mixer"], "qk_norm": "head", "pattern": {"kind": "dense"}}
     model = exact_model(tiny_config(mixer=mixer, layers={}))
     assert model.layers[0].mixer.q_norm.weight.shape == (16,)
     expected = model(ids_of(20))

@@ -44,6 +44,22 @@ def base_logprobs(folders: tuple[Path, Path], ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
+@torch.inference_mode()
+def test_the_gguf_file_is_read_as_it_is(ids: list[int], base_logprobs: torch.Tensor) -> None:
+    """4 bits per weight, no config.json, read by the family gguf_llama; transformers reads it in a way of its own."""
+    model = load_model(demo_model.gguf_folder())
+    actual = model(torch.tensor(ids)).log_softmax(-1)
+    assert (actual - base_logprobs).abs().max() <= LOGPROB_BUDGET
+
+
+@torch.inference_mode()
+def test_the_base_model_is_read_as_transformers_wrote_it(
+    folders: tuple[Path, Path], ids: list[int], base_logprobs: torch.Tensor
+) -> None:
+    actual = load_model(folders[1])(torch.tensor(ids)).log_softmax(-1)
+    assert (actual - base_logprobs).abs().max() <= LOGPROB_BUDGET
+
+
 def test_with_k_beyond_the_context_the_reference_equals_the_base_model(
     folders: tuple[Path, Path], ids: list[int], base_logprobs: torch.Tensor
 ) -> None:

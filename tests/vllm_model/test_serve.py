@@ -1,17 +1,9 @@
 """`tiers serve` over HTTP, as a client sees it."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,29 +11,9 @@ import torch
 from tiers.reference.load import load_model
 from tiers.reference.testing.compare import LOGPROB_BUDGET
 from tiers.reference.testing.tiny import random_ids, save_tiny, save_tokenizer, tiny_config
+from tiers.vllm_model.testing import Server, answered, serving
 
 pytestmark = pytest.mark.engine
-
-
-class Server:
-    """A running `tiers serve` and the folder it serves."""
-
-    def __init__(self, url: str, folder: Path, log: Path) -> None:
-        self.url, self.folder, self.log = url, folder, log
-
-    def post(self, path: str, **body: Any) -> Any:
-        request = urllib.request.Request(
-            self.url + path, json.dumps({"model": "tiny", **body}).encode(), {"Content-Type": "application/json"}
-        )
-        return urllib.request.urlopen(request, timeout=60)
-
-    def complete(self, **body: Any) -> dict[str, Any]:
-        with self.post("/v1/completions", temperature=0, **body) as response:
-            return json.load(response)["choices"][0]
-
-    def is_alive(self) -> bool:
-        with urllib.request.urlopen(self.url + "/health", timeout=5) as response:
-            return response.status == 200
 
 
 @pytest.fixture(scope="module")
@@ -50,36 +22,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = save_tiny(root / "my model.v2", tiny_config(), shards=3)
     save_tokenizer(folder)
     folder.chmod(0o555)
-    log = root / "server.log"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tiers.vllm_model.cli", "serve", str(folder), "--tiers", "auto,0=reference"]
-    flags = ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny", "--enforce-eager"]
-    flags += ["--dtype", "float32", "--max-model-len", "128", "--return-tokens-as-token-ids"]
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     before = sorted(path.name for path in folder.iterdir())
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            [*command, *flags], stdout=stream, stderr=subprocess.STDOUT, env=env, cwd=root, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(400):
-            assert process.poll() is None, log.read_text()[-4000:]
-            try:
-                urllib.request.urlopen(url + "/health", timeout=2).close()
-                break
-            except OSError:
-                time.sleep(0.3)
-        yield Server(url, folder, log)
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, 9)
+    with serving(folder, root / "server.log", "--tiers", "auto,0=reference") as server:
+        yield server
     # Nothing is left behind: not in the model's folder, not where the command was run.
     assert sorted(path.name for path in folder.iterdir()) == before
     assert sorted(path.name for path in root.iterdir()) == ["my model.v2", "server.log"]
@@ -88,8 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_completion_matches_reference(server: Server) -> None:
     prompt = random_ids(30, 256, seed=1)
     choice = server.complete(prompt=prompt, max_tokens=5, logprobs=0, ignore_eos=True)
-    tokens = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
-    actual = torch.tensor(choice["logprobs"]["token_logprobs"])
+    tokens, actual = answered(choice)
     logprobs = load_model(server.folder)(torch.tensor(prompt + tokens)).log_softmax(-1)
     expected = torch.stack([logprobs[len(prompt) - 1 + i, token] for i, token in enumerate(tokens)])
     assert (actual - expected).abs().max() <= LOGPROB_BUDGET

@@ -1,0 +1,95 @@
+"""How vLLM cuts a model into tensor-parallel ranks, and which numbers of ranks it refuses."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tiers.reference.analysis.layers import alike, ranges
+from tiers.reference.config import Layer, ModelConfig
+from tiers.reference.heads import HeadLayout
+
+# Numbers of tensor-parallel ranks that are tried.
+RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+REFUSE = "refuse: "
+
+# vLLM pads vocabularies to a multiple of this before it cuts them.
+VOCAB_PADDING = 64
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What becomes of a kind of tensor on each tensor-parallel rank.
+
+    Attributes:
+        tensors: their names.
+        layers: which layers; "" for tensors of no layer.
+        by_size: number of ranks to "whole", "shard: ...", "replicate: ..." or "refuse: ...".
+    """
+
+    tensors: str
+    layers: str
+    by_size: Mapping[int, str]
+
+
+def cuts(config: ModelConfig, ranks: Sequence[int]) -> list[Cut]:
+    """How vLLM cuts each kind of tensor of this model for these numbers of ranks."""
+    found = []
+    for (heads, kv, inner, group), where in alike(_cut_of(layer) for layer in config.layers).items():
+        kinds: tuple[tuple[str, Callable[[int], str]], ...] = (
+            ("q_proj, o_proj", lambda n, heads=heads: _shard(heads, n, "query heads")),  # type: ignore[misc]
+            ("k_proj, v_proj", lambda n, kv=kv, group=group: _shard_kv(kv, n, group)),  # type: ignore[misc]
+            ("ffn", lambda n, inner=inner: _shard(inner, n, "channels")),  # type: ignore[misc]
+        )
+        found += [Cut(name, ranges(where), {n: cut(n) for n in ranks}) for name, cut in kinds]
+    tables = "embedding, head" if not config.tie_word_embeddings else "embedding (and head)"
+    if any(layer.gate is not None and layer.gate.source == "token" for layer in config.layers):
+        tables += ", gate.table"
+    whole = "norms, biases of o and down" + (", gate" if any(layer.gate for layer in config.layers) else "")
+    return [
+        *found,
+        Cut(tables, "", {n: _shard(padded(config.vocab_size), n, "rows") for n in ranks}),
+        Cut(whole, "", {n: "whole" if n == 1 else "replicate" for n in ranks}),
+    ]
+
+
+def padded(vocab_size: int) -> int:
+    """Rows of a vocabulary inside vLLM."""
+    return -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+
+
+def tensor_parallel_misfit(config: ModelConfig, size: int) -> str | None:
+    """What of a model cannot be cut into `size` tensor-parallel ranks, or None if all of it can."""
+    for cut in cuts(config, (size,)):
+        if cut.by_size[size].startswith(REFUSE):
+            what = cut.by_size[size].removeprefix(REFUSE)
+            return (
+                f"{what} (layers {cut.layers})"
+                if cut.layers
+                else f"{what} of the vocabulary, padded to a multiple of {VOCAB_PADDING}"
+            )
+    return None
+
+
+def _cut_of(layer: Layer) -> tuple[int, int, int, bool]:
+    mixer = layer.mixer
+    heads = HeadLayout.of(mixer.heads, mixer.num_kv_heads).num_heads
+    share = getattr(mixer.pattern, "share", None) == "group"
+    return heads, mixer.num_kv_heads, layer.ffn.intermediate_size, share
+
+
+def _shard(number: int, size: int, what: str) -> str:
+    if size == 1:
+        return "whole"
+    part = number // size
+    return (
+        f"{REFUSE}{number} {what}"
+        if number % size
+        else f"shard: {part} {what.removesuffix('s') if part == 1 else what}"
+    )
+
+
+def _shard_kv(kv: int, size: int, group: bool) -> str:
+    if size <= kv or size % kv:
+        return _shard(kv, size, "key/value heads")
+    if group:
+        return f"{REFUSE}keys are chosen by group, {kv} groups"
+    return f"replicate: 1 head on {size // kv} ranks"

@@ -1,0 +1,281 @@
+"""Rules of a family: from the name of a tensor in a checkpoint to our parameters, with what happens to it on the way.
+
+    "model.layers.{i}.self_attn.{m:q_proj|k_proj}.{p}" = "layers.{i}.mixer.{m}.{p}"
+    "h.{i}.attn.c_attn.{p}" = { to = ["layers.{i}.mixer.q_proj.{p}", ...], transpose = true, layout = "qkv" }
+    "model.layers.{i}.self_attn.rotary_emb.inv_freq" = { drop = "computed from the config" }
+
+In a name `{i}` is the number of a layer, `{p}` is weight or bias, `{m:a|b}` is one of what is listed, and `{all}` is any
+name. Legend: H query heads, KV key/value heads, G query heads per key/value head, D head size.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiers.reference.config import Attention, ModelConfig, Rope, nearest
+from tiers.reference.errors import CheckpointError, ConfigError, FamilyError
+from tiers.reference.expression import evaluate, parse
+from tiers.reference.fields import shown
+
+_PLACEHOLDER = re.compile(r"\{([a-z]+)(?::([^{}]+))?\}")
+_MAX_ADD = 1e6
+_MISSING = object()
+_KEYS = ("to", "layout", "transpose", "pairing", "add", "drop", "when")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a family's [weights].
+
+    Attributes:
+        template: as written.
+        pattern: what it matches.
+        to: templates of our parameters; none if the tensor is dropped on purpose.
+        layout: how a tensor is divided among them, a key of LAYOUTS; None for one parameter.
+        transpose: matrices are stored as [in, out].
+        pairing: how rotary channels of q and k pair up in the checkpoint, where ours are to pair in the other way.
+        add: a number added to every element.
+        drop: why the tensor is not needed.
+        when: an expression over the fields of our config at the top, and over mixer and ffn of the first layer; the rule holds where it is true. "" is always.
+    """
+
+    template: str
+    pattern: re.Pattern[str]
+    to: tuple[str, ...] = ()
+    layout: str | None = None
+    transpose: bool = False
+    pairing: str | None = None
+    add: float = 0.0
+    drop: str = ""
+    when: str = ""
+
+    def holds(self, config: ModelConfig) -> bool:
+        """Whether the rule is about this model.
+
+        Raises:
+            FamilyError: `when` asks for what is no field of the config.
+        """
+
+        def field(name: str) -> Any:
+            value: Any = config
+            for part in name.split("."):
+                # What layers may differ in is asked of the first.
+                value = getattr(config.layers[0] if part in ("mixer", "ffn", "gate") else value, part, _MISSING)
+            if value is _MISSING:
+                raise FamilyError(
+                    f"weights: {shown(self.template)}: when asks for {name}, which is no field of our config"
+                )
+            return value
+
+        return not self.when or bool(evaluate(self.when, field, {}))
+
+    def targets(self, name: str) -> tuple[str, ...] | None:
+        """Our parameters for a tensor, or None if the rule is not about it."""
+        match = self.pattern.fullmatch(name)
+        if match is None:
+            return None
+        values = match.groupdict()
+        return tuple(_PLACEHOLDER.sub(lambda part: values[part[1]], to) for to in self.to)
+
+    def apply(self, name: str, tensor: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
+        """The tensors for `targets`, in order; works on the meta device too.
+
+        Raises:
+            CheckpointError: the tensor cannot be divided as the rule says.
+        """
+        match = self.pattern.fullmatch(name)
+        layer = int(match["i"]) if match and "i" in match.groupdict() else None
+        mixer = config.layers[layer].mixer if layer is not None and layer < len(config.layers) else None
+        if self.transpose and tensor.ndim == 2:
+            tensor = tensor.T
+        if self.add:
+            # In float32, since a sum of 16 bits would round the number that was added.
+            tensor = (tensor.float() + self.add).to(tensor.dtype)
+        parts = (tensor,) if self.layout is None else LAYOUTS[self.layout](name, tensor, mixer, len(self.to))
+        if self.pairing is None:
+            return parts
+        if mixer is None:
+            raise CheckpointError(f"{name} belongs to no layer of the model, so its heads are unknown")
+        return tuple(
+            _paired(part, mixer, self.pairing) if ".q_proj." in to or ".k_proj." in to else part
+            for to, part in zip(self.targets(name) or (), parts, strict=True)
+        )
+
+
+def parse_rules(table: Mapping[str, Any], source: str) -> tuple[Rule, ...]:
+    """Read [weights] of a family.
+
+    Raises:
+        FamilyError: names the line and what is wrong with it.
+    """
+    lines = [
+        (template, value)
+        for template, values in table.items()
+        for value in (values if _is_table_list(values) else [values])
+    ]
+    return tuple(_parse_rule(template, value, source) for template, value in lines)
+
+
+def _is_table_list(value: Any) -> bool:
+    """Several rules for one name, of which the first that holds is taken."""
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def _parse_rule(template: str, value: Any, source: str) -> Rule:
+    where = f"{source}: weights: {shown(template)}"
+    options: Mapping[str, Any] = {"to": value} if isinstance(value, str | list) else value
+    if not isinstance(options, Mapping):
+        raise FamilyError(f"{where} is {shown(value)}; expected a name, a list of names, or a table")
+    for key in options:
+        if key not in _KEYS:
+            raise FamilyError(
+                f"{where}: unknown key {shown(key)}{nearest(key, _KEYS) or '; known: ' + ', '.join(_KEYS)}"
+            )
+    drop, to = options.get("drop", ""), options.get("to", [])
+    to = [to] if isinstance(to, str) else to
+    when = options.get("when", "")
+    if not isinstance(when, str):
+        raise FamilyError(f"{where}: when is {shown(when)}; expected an expression")
+    if when:
+        try:
+            parse(when)
+        except ConfigError as error:
+            raise FamilyError(f"{where}: {error}") from None
+    if not isinstance(drop, str) or not isinstance(to, list) or not all(isinstance(name, str) for name in to):
+        raise FamilyError(f"{where}: expected names in to, and in drop the reason why the tensor is not needed")
+    if bool(drop) == bool(to):
+        raise FamilyError(f"{where}: expected either to, or drop with the reason why the tensor is not needed")
+    layout, pairing = options.get("layout"), options.get("pairing")
+    if layout is not None and (not isinstance(layout, str) or layout not in LAYOUTS):
+        raise FamilyError(
+            f"{where}: layout is {shown(layout)}; expected one of {', '.join(LAYOUTS)}{nearest(layout, LAYOUTS)}"
+        )
+    if layout is None and len(to) > 1:
+        raise FamilyError(f"{where}: goes to {len(to)} parameters; expected a layout, one of {', '.join(LAYOUTS)}")
+    if pairing not in (None, "half", "interleaved"):
+        raise FamilyError(f"{where}: pairing is {shown(pairing)}; expected half or interleaved")
+    if pairing is not None and "{i}" not in template:
+        raise FamilyError(f"{where}: pairing needs a layer, {{i}}, whose heads are meant")
+    add = options.get("add", 0.0)
+    if (
+        not isinstance(add, int | float)
+        or not abs(add) < _MAX_ADD
+        or not isinstance(options.get("transpose", False), bool)
+    ):
+        raise FamilyError(f"{where}: expected a number in add, and true or false in transpose")
+    pattern = _pattern(template, where)
+    for name in to:
+        for part in _PLACEHOLDER.finditer(name):
+            if part[1] not in pattern.groupindex:
+                raise FamilyError(
+                    f"{where}: {shown(name)} uses {shown(part[0])}, which the name of the tensor does not have"
+                )
+    return Rule(
+        template,
+        pattern,
+        tuple(to),
+        layout,
+        options.get("transpose", False),
+        pairing,
+        float(add),
+        drop,
+        when,
+    )
+
+
+def _pattern(template: str, where: str) -> re.Pattern[str]:
+    text, end = "", 0
+    seen: set[str] = set()
+    for part in _PLACEHOLDER.finditer(template):
+        name, choices = part[1], part[2]
+        known = {"i": "0|[1-9][0-9]{0,4}", "p": "weight|bias", "all": ".+"}
+        if choices is None and name not in known:
+            raise FamilyError(f"{where}: {shown(part[0])} says nothing of what it stands for; expected {{{name}:a|b}}")
+        options = known[name] if choices is None else "|".join(re.escape(choice) for choice in choices.split("|"))
+        text += re.escape(template[end : part.start()])
+        text += f"(?P={name})" if name in seen else f"(?P<{name}>{options})"
+        seen.add(name)
+        end = part.end()
+    return re.compile(text + re.escape(template[end:]))
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------
+
+
+def _qkv_sizes(name: str, rows: int, mixer: Attention | None) -> tuple[Attention, int, int]:
+    if mixer is None:
+        raise CheckpointError(f"{name} belongs to no layer of the model, so its heads are unknown")
+    heads, kv = mixer.num_heads, mixer.num_kv_heads
+    expected = (heads + 2 * kv) * mixer.head_dim
+    if rows != expected:
+        raise CheckpointError(
+            f"{name} has {rows} rows; q, k and v of {heads} and {kv} heads of {mixer.head_dim} channels have {expected}. "
+            "Check the numbers of heads and the head size in config.json"
+        )
+    return mixer, heads * mixer.head_dim, kv * mixer.head_dim
+
+
+def _qkv(name: str, tensor: Tensor, mixer: Attention | None, parts: int) -> tuple[Tensor, ...]:
+    """All of q, all of k, all of v."""
+    _, q, kv = _qkv_sizes(name, tensor.shape[0], mixer)
+    return tensor.split([q, kv, kv])
+
+
+def _qkv_per_group(name: str, tensor: Tensor, mixer: Attention | None, parts: int) -> tuple[Tensor, ...]:
+    """For each key/value head: its G query heads, then k, then v. With G of 1 this is q, k, v head by head."""
+    mixer, q, kv = _qkv_sizes(name, tensor.shape[0], mixer)
+    if q % kv:
+        raise CheckpointError(
+            f"{name} is laid out by groups, but {mixer.num_heads} heads make no {mixer.num_kv_heads} equal groups"
+        )
+    groups = tensor.unflatten(0, (mixer.num_kv_heads, -1, mixer.head_dim))
+    q_part, k_part, v_part = groups.split([q // kv, 1, 1], dim=1)
+    return tuple(part.flatten(0, 2) for part in (q_part, k_part, v_part))
+
+
+def _halves(name: str, tensor: Tensor, mixer: Attention | None, parts: int) -> tuple[Tensor, ...]:
+    """Equal blocks of rows, one for each parameter: gate and up, for example."""
+    if tensor.shape[0] % parts:
+        raise CheckpointError(f"{name} has {tensor.shape[0]} rows, which do not divide into {parts} equal blocks")
+    return tensor.chunk(parts)
+
+
+def _alternating(name: str, tensor: Tensor, mixer: Attention | None, parts: int) -> tuple[Tensor, ...]:
+    """Row 0 for the first parameter, row 1 for the second, and so on in turn."""
+    if tensor.shape[0] % parts:
+        raise CheckpointError(
+            f"{name} has {tensor.shape[0]} rows, which do not divide among {parts} parameters in turn"
+        )
+    return tensor.unflatten(0, (-1, parts)).unbind(1)
+
+
+def _copies(name: str, tensor: Tensor, mixer: Attention | None, parts: int) -> tuple[Tensor, ...]:
+    """The whole tensor for each: a norm that two sublayers share."""
+    return (tensor,) * parts
+
+
+Layout = Callable[[str, Tensor, Attention | None, int], tuple[Tensor, ...]]
+LAYOUTS: Mapping[str, Layout] = {
+    "qkv": _qkv, "qkv_per_group": _qkv_per_group, "halves": _halves, "alternating": _alternating, "copies": _copies,
+}  # fmt: skip
+
+
+def _paired(tensor: Tensor, mixer: Attention, pairing: str) -> Tensor:
+    """Rows of each head moved so that rotary channels which pair up as `pairing` pair up the other way.
+
+    Interleaved pairs are (0, 1), (2, 3), ...; half pairs are (0, d/2), (1, d/2 + 1), ...
+    """
+    if not isinstance(mixer.position, Rope):
+        return tensor
+    rotary = mixer.position.rotary_dim(mixer.head_dim)
+    if pairing == "interleaved":
+        order = [*range(0, rotary, 2), *range(1, rotary, 2)]
+    else:
+        order = [i // 2 + (i % 2) * (rotary // 2) for i in range(rotary)]
+    order += range(rotary, mixer.head_dim)
+    heads = tensor.unflatten(0, (-1, mixer.head_dim))
+    return heads.index_select(1, torch.tensor(order, device=tensor.device)).flatten(0, 1)
