@@ -29,6 +29,7 @@ class Options:
 
     Attributes:
         folder: a model folder; None for the standard shapes, which have no engine.
+        family: how to read it, see `tiers.reference.load.describe`.
         kernels, engine: which halves.
         plans: tier plans, an engine each; where all are names of tiers, operators are timed on these only.
         native, transformers: also a Llama of the same shape, by vLLM's own class and by vLLM's transformers backend.
@@ -40,6 +41,7 @@ class Options:
     """
 
     folder: Path | None = None
+    family: str | None = None
     kernels: bool = True
     engine: bool = True
     plans: tuple[str, ...] = ("reference", "auto")
@@ -130,7 +132,8 @@ def run(options: Options, out: Path | None) -> int:
     config = None
     if options.folder is not None:
         has_weights = options.engine and not options.dummy
-        config = (open_model if has_weights else describe)(options.folder).config
+        config = (open_model if has_weights else describe)(options.folder, options.family).config
+        compat.name_family(options.family)
     options = _filled(options, DEFAULTS[device], config)
     engines = _engines(options, config, device) if options.engine and config is not None else []
     work = _make_folder(out)
@@ -303,7 +306,7 @@ def _bench_engines(
         llama = Path(scratch) / "model"
         if any(engine.plan is None for engine in engines):
             dummy = all(engine.dummy for engine in engines if engine.plan is None)
-            bench_llama.write(llama, config, None if dummy else folder)
+            bench_llama.write(llama, config, None if dummy else folder, options.family)
         # What the plans said to the prompts of the check.
         said: dict[str, list[dict[str, Any]]] = {}
         for start in range(options.starts):
@@ -364,7 +367,7 @@ def _arguments(
         "enable_prefix_caching": False,
     }
     if engine.plan is not None:
-        arguments["additional_config"] = {"tiers": engine.plan}
+        arguments |= {"additional_config": {"tiers": engine.plan}, "config_format": compat.CONFIG_FORMAT}
     if not torch.cuda.is_available():
         # Compiling takes longer here than what is measured.
         arguments["enforce_eager"] = True

@@ -93,8 +93,11 @@ def as_llama(config: ModelConfig) -> LlamaModel:
 
 
 def _other_weights(config: ModelConfig) -> Iterator[str]:
-    if config.norm.kind != "rms" or config.embedding_norm:
+    norm = config.norm
+    if norm.kind != "rms" or norm.unit_offset or config.norm_position != "pre" or config.embedding_norm:
         yield "its norms are not those of a Llama"
+    if config.learned_positions or config.lm_head_bias:
+        yield "it has learned positions or a head with a bias"
     for index, layer in enumerate(config.layers):
         mixer = layer.mixer
         if not isinstance(layer.ffn, Swiglu) or layer.ffn.bias:
@@ -105,8 +108,8 @@ def _other_weights(config: ModelConfig) -> Iterator[str]:
 
 def _other_function(config: ModelConfig) -> Iterator[str]:
     multipliers = (config.embedding_multiplier, config.residual_multiplier, config.logits_multiplier)
-    if config.residual != "sequential" or multipliers != (1.0, 1.0, 1.0):
-        yield "its residuals or multipliers are not those of a Llama"
+    if config.residual != "sequential" or multipliers != (1.0, 1.0, 1.0) or config.logits_softcap is not None:
+        yield "its residuals, multipliers or cap on logits are not those of a Llama"
     for index, layer in enumerate(config.layers):
         mixer, position = layer.mixer, layer.mixer.position
         if not isinstance(mixer.pattern, Dense):
@@ -129,7 +132,7 @@ def _is_rotary(position: object) -> bool:
     )
 
 
-def write(folder: Path, model: ModelConfig, source: Path | None) -> None:
+def write(folder: Path, model: ModelConfig, source: Path | None, family: str | None = None) -> None:
     """Write the Llama: config.json, and weight files unless `source` is None.
 
     Args:
@@ -137,6 +140,7 @@ def write(folder: Path, model: ModelConfig, source: Path | None) -> None:
         model: our config.
         source: our model folder, if a Llama can have its weights; tensors are renamed and query heads laid out in
             contiguous groups.
+        family: of `source`, see `tiers.reference.load.describe`.
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(as_llama(model).config, indent=1))
@@ -151,7 +155,7 @@ def write(folder: Path, model: ModelConfig, source: Path | None) -> None:
         index.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    for name, tensor in _renamed(model, source):
+    for name, tensor in _renamed(model, source, family):
         shard[name] = tensor.contiguous()
         if sum(part.nbytes for part in shard.values()) > SHARD:
             save()
@@ -159,8 +163,8 @@ def write(folder: Path, model: ModelConfig, source: Path | None) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
-def _renamed(model: ModelConfig, source: Path) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights(open_model(source)):
+def _renamed(model: ModelConfig, source: Path, family: str | None) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights(open_model(source, family)):
         if not name.startswith("layers."):
             yield (name if name.startswith("lm_head.") else f"model.{name}"), tensor
             continue

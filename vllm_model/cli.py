@@ -199,6 +199,7 @@ def _add_bench(commands: Any) -> None:
     )
     engines.add_argument("--starts", type=_positive, default=1, metavar="N", help="starts of each engine (default: 1)")
     bench.add_argument("--out", type=Path, metavar="FOLDER", help="for the report (default: a new folder bench-DATE)")
+    bench.add_argument("--family", metavar="FAMILY", help=FAMILY_HELP)
     bench.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
@@ -241,7 +242,7 @@ def _inspect(args: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _map(args: argparse.Namespace, rest: list[str]) -> None:
-    from tiers.vllm_model.inspect import run_map
+    from tiers.vllm_model.map_text import run_map
 
     sys.exit(run_map(args.model, args.family, args.explain))
 
@@ -322,7 +323,7 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> None:
     from tiers.vllm_model.bench import Options, run
 
     options = Options(
-        folder=args.model, kernels=args.kernels or not args.engine, engine=args.engine or not args.kernels,
+        folder=args.model, family=args.family, kernels=args.kernels or not args.engine, engine=args.engine or not args.kernels,
         plans=tuple(args.tiers or ("reference", "auto")), native=args.native, transformers=args.transformers,
         dummy=args.dummy, dtype=args.dtype or "", batch=args.batch, context=args.context, k=args.k,
         share=tuple(dict.fromkeys(args.share or ("head",))), prompt_len=args.prompt_len, output_len=args.output_len,

@@ -4,9 +4,11 @@ Importing this module does not import vLLM.
 """
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from tiers.reference.config import ARCHITECTURE, MODEL_TYPE
@@ -45,6 +47,12 @@ def unsupported_version() -> str | None:
     if tuple(int(part) for part in found.split(".")[:2] if part.isdecimal()) not in TESTED:
         return f"vLLM {found} is installed; tested with {tested}"
     return None
+
+
+def name_family(family: str | None) -> None:
+    """Let every process that is started from here read the served folder as of this family; None changes nothing."""
+    if family is not None:
+        os.environ[FAMILY] = str(Path(family).resolve()) if Path(family).is_file() else family
 
 
 def register() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from tiers.reference.errors import ServingError
 from tiers.reference.load import open_model, weights
 from tiers.vllm_model import compat
-from tiers.vllm_model.compat import FAMILY
 from tiers.vllm_model.dispatch import Where, resolve
 from tiers.vllm_model.plan import AUTO, TierPlan
 from tiers.vllm_model.serving import Options, check_options
@@ -61,8 +60,7 @@ def serve(folder: Path, plan: str | None, flags: Sequence[str], family: str | No
         _say("the weights are float32; --dtype auto lets vLLM serve them in 16 bits, --dtype float32 keeps them")
     # Folders of a family are read by our parser, which finds the family again, in every process that vLLM starts.
     args.config_format = compat.CONFIG_FORMAT
-    if family is not None:
-        os.environ[FAMILY] = str(Path(family).resolve()) if Path(family).is_file() else family
+    compat.name_family(family)
     if plan is not None:
         args.additional_config = {**(args.additional_config or {}), "tiers": plan}
     text = (args.additional_config or {}).get("tiers", AUTO)

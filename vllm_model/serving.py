@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiers.reference.analysis.tensor_parallel import RANKS, tensor_parallel_misfit
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import ConfigError, ServingError
 from tiers.reference.heads import HeadLayout
@@ -22,9 +23,6 @@ from tiers.vllm_model.plan import AUTO, TierPlan
 logger = logging.getLogger("vllm.tiers")
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
-
-# Sizes that are tried when a message lists those that fit.
-PARALLEL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 
 
 @dataclass(frozen=True)
@@ -42,25 +40,6 @@ class Options:
     enforce_eager: bool = False
 
 
-def tensor_parallel_misfit(config: ModelConfig, size: int) -> str | None:
-    """Why the model cannot be cut into `size` tensor-parallel ranks, or None if it can.
-
-    Query heads and the inner width of an ffn are cut evenly. Key/value heads are cut evenly too, or, with more ranks
-    than heads, each is held by the same number of ranks.
-    """
-    for index, layer in enumerate(config.layers):
-        mixer = layer.mixer
-        heads = HeadLayout.of(mixer.heads, mixer.num_kv_heads).num_heads
-        for name, number in (("query heads", heads), ("ffn.intermediate_size", layer.ffn.intermediate_size)):
-            if number % size:
-                return f"layer {index} has {number} {name}"
-        if mixer.num_kv_heads % size and size % mixer.num_kv_heads:
-            return f"layer {index} has {mixer.num_kv_heads} key/value heads"
-        if size > mixer.num_kv_heads and getattr(mixer.pattern, "share", None) == "group":
-            return f"layer {index} selects keys per group of query heads and has {mixer.num_kv_heads} groups"
-    return None
-
-
 def check_options(config: ModelConfig, options: Options) -> None:
     """Refuse what the model or this version cannot do.
 
@@ -69,9 +48,10 @@ def check_options(config: ModelConfig, options: Options) -> None:
     """
     size = options.tensor_parallel_size
     if misfit := tensor_parallel_misfit(config, size):
-        fits = ", ".join(str(n) for n in PARALLEL_SIZES if tensor_parallel_misfit(config, n) is None)
+        fits = ", ".join(str(n) for n in RANKS if tensor_parallel_misfit(config, n) is None)
         raise ServingError(
-            f"--tensor-parallel-size is {size}, but {misfit}, which do not fit on that many ranks. Sizes that work: {fits}"
+            f"--tensor-parallel-size is {size}, but the model has {misfit}, which do not fit on that many ranks. "
+            f"Sizes that work: {fits}"
         )
     stages = options.pipeline_parallel_size
     if stages > config.num_hidden_layers:

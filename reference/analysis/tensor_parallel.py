@@ -11,7 +11,7 @@ from tiers.reference.heads import HeadLayout
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 REFUSE = "refuse: "
 
-# vLLM pads vocabularies to a multiple of this before it cuts them.
+# vLLM pads vocabularies to a multiple of this before it cuts them evenly: VocabParallelEmbedding and its head in 0.32.0.
 VOCAB_PADDING = 64
 
 
@@ -37,7 +37,7 @@ def cuts(config: ModelConfig, ranks: Sequence[int]) -> list[Cut]:
         kinds: tuple[tuple[str, Callable[[int], str]], ...] = (
             ("q_proj, o_proj", lambda n, heads=heads: _shard(heads, n, "query heads")),  # type: ignore[misc]
             ("k_proj, v_proj", lambda n, kv=kv, group=group: _shard_kv(kv, n, group)),  # type: ignore[misc]
-            ("ffn", lambda n, inner=inner: _shard(inner, n, "channels")),  # type: ignore[misc]
+            ("ffn", lambda n, inner=inner: _shard(inner, n, "ffn channels")),  # type: ignore[misc]
         )
         found += [Cut(name, ranges(where), {n: cut(n) for n in ranks}) for name, cut in kinds]
     tables = "embedding, head" if not config.tie_word_embeddings else "embedding (and head)"
@@ -57,12 +57,16 @@ def padded(vocab_size: int) -> int:
 
 
 def tensor_parallel_misfit(config: ModelConfig, size: int) -> str | None:
-    """What of a model cannot be cut into `size` tensor-parallel ranks, or None if all of it can."""
+    """What of a model cannot be cut into `size` tensor-parallel ranks, or None if all of it can.
+
+    Query heads, the inner width of an ffn and the padded vocabulary are cut evenly. Key/value heads are cut evenly too,
+    or, with more ranks than heads, each is held by the same number of ranks.
+    """
     for cut in cuts(config, (size,)):
         if cut.by_size[size].startswith(REFUSE):
             what = cut.by_size[size].removeprefix(REFUSE)
             return (
-                f"{what} (layers {cut.layers})"
+                f"{what} (layer{'' if cut.layers.isdecimal() else 's'} {cut.layers})"
                 if cut.layers
                 else f"{what} of the vocabulary, padded to a multiple of {VOCAB_PADDING}"
             )
@@ -91,5 +95,5 @@ def _shard_kv(kv: int, size: int, group: bool) -> str:
     if size <= kv or size % kv:
         return _shard(kv, size, "key/value heads")
     if group:
-        return f"{REFUSE}keys are chosen by group, {kv} groups"
+        return f"{REFUSE}{kv} groups of query heads that choose keys together"
     return f"replicate: 1 head on {size // kv} ranks"

@@ -8,8 +8,24 @@ from typing import Any
 import pytest
 import torch
 
-from tiers.reference import analysis
-from tiers.reference.analysis import Mapped, Part, Vocabulary
+from tiers.reference.analysis.coverage import Misfit, coverage
+from tiers.reference.analysis.families import headless, named_by, shares
+from tiers.reference.analysis.files import dtypes, survey
+from tiers.reference.analysis.geometry import HEAD, Row, contradictions, geometry
+from tiers.reference.analysis.guesses import guess, top_module
+from tiers.reference.analysis.layers import alike, in_layers, ranges
+from tiers.reference.analysis.parameters import STAND_IN, Mapped, Part, mapped
+from tiers.reference.analysis.rules import slices
+from tiers.reference.analysis.sizes import sizes
+from tiers.reference.analysis.tensor_parallel import RANKS, cuts, padded, tensor_parallel_misfit
+from tiers.reference.analysis.unusual import unusual
+from tiers.reference.analysis.vocabulary import (
+    MAX_TOKENIZER_BYTES,
+    Vocabulary,
+    token_ids,
+    vocabulary,
+    vocabulary_problems,
+)
 from tiers.reference.checkpoint import TensorInfo, open_checkpoint
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import CheckpointError
@@ -36,11 +52,11 @@ def infos(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat1
 
 
 def test_ranges_of_layers() -> None:
-    assert analysis.ranges([7, 0, 1, 2, 3, 3]) == "0-3, 7"
-    assert analysis.ranges([]) == ""
-    assert analysis.in_layers([5]) == "layer 5"
-    assert analysis.in_layers([5, 6]) == "layers 5-6"
-    assert analysis.alike("abba") == {"a": [0, 3], "b": [1, 2]}
+    assert ranges([7, 0, 1, 2, 3, 3]) == "0-3, 7"
+    assert ranges([]) == ""
+    assert in_layers([5]) == "layer 5"
+    assert in_layers([5, 6]) == "layers 5-6"
+    assert alike("abba") == {"a": [0, 3], "b": [1, 2]}
 
 
 # ---- families -------------------------------------------------------------------------------------------------------
@@ -48,30 +64,30 @@ def test_ranges_of_layers() -> None:
 
 @pytest.mark.parametrize("name", ["phi3", "gpt2", "gpt_neox parallel", "mpt of 8 heads", "gemma2", "starcoder2"])
 def test_the_names_of_a_model_are_of_its_family(name: str) -> None:
-    shares = analysis.shares(FAMILIES.values(), foreign_model(name).state_dict())
-    assert shares[0].family == name.split()[0]
-    assert shares[0].share == 1
-    assert [share.share for share in shares] == sorted((share.share for share in shares), reverse=True)
-    assert next(share for share in shares if share.family == "tiers").taken <= 1  # a head is called the same
+    found = shares(FAMILIES.values(), foreign_model(name).state_dict())
+    assert found[0].family == name.split()[0]
+    assert found[0].share == 1
+    assert [share.share for share in found] == sorted((share.share for share in found), reverse=True)
+    assert next(share for share in found if share.family == "tiers").taken <= 1  # a head is called the same
 
 
 def test_of_equal_families_the_plainest_comes_first() -> None:
-    shares = analysis.shares(FAMILIES.values(), foreign_model("mistral").state_dict())
-    best = [share.family for share in shares if share.share == 1]
+    found = shares(FAMILIES.values(), foreign_model("mistral").state_dict())
+    best = [share.family for share in found if share.share == 1]
     assert best[0] == "llama"
     assert {"mistral", "qwen2", "granite"} < set(best)
 
 
 def test_shares_count_every_layer() -> None:
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(9)] + ["model.layers.0.mlp.other.weight"]
-    (share,) = analysis.shares([FAMILIES["llama"]], names)
+    (share,) = shares([FAMILIES["llama"]], names)
     assert (share.taken, share.total, share.share) == (9, 10, 0.9)
-    assert analysis.shares([FAMILIES["llama"]], [])[0].share == 0
+    assert shares([FAMILIES["llama"]], [])[0].share == 0
 
 
 def test_our_own_names_are_known() -> None:
-    shares = analysis.shares(FAMILIES.values(), tiny_model(tiny_config()).state_dict())
-    assert (shares[0].family, shares[0].share) == ("tiers", 1)
+    found = shares(FAMILIES.values(), tiny_model(tiny_config()).state_dict())
+    assert (found[0].family, found[0].share) == ("tiers", 1)
 
 
 @pytest.mark.parametrize(
@@ -85,32 +101,30 @@ def test_our_own_names_are_known() -> None:
     ],
 )
 def test_how_a_family_was_found(raw: dict[str, Any], asked: str | None, expected: str) -> None:
-    assert analysis.named_by(raw, find_family(raw, asked), asked) == expected
+    assert named_by(raw, find_family(raw, asked), asked) == expected
 
 
 def test_a_headless_class_name() -> None:
     """A6."""
     known = ["LlamaForCausalLM", "LlamaForSequenceClassification", "GPT2LMHeadModel"]
-    found = analysis.headless(["LlamaModel"], known, ["model.norm.weight", "model.lm_head.weight"])
+    found = headless(["LlamaModel"], known, ["model.norm.weight", "model.lm_head.weight"])
     assert found is not None
     assert (found.architecture, found.nearest, found.heads) == (
         "LlamaModel",
         "LlamaForCausalLM",
         ("model.lm_head.weight",),
     )
-    assert analysis.headless(["GPT2Model"], known, []).nearest == "GPT2LMHeadModel"  # type: ignore[union-attr]
-    assert analysis.headless(["FooModel"], known, []).nearest is None  # type: ignore[union-attr]
-    assert analysis.headless(["LlamaForCausalLM", "GPT2LMHeadModel"], known, []) is None
+    assert headless(["GPT2Model"], known, []).nearest == "GPT2LMHeadModel"  # type: ignore[union-attr]
+    assert headless(["FooModel"], known, []).nearest is None  # type: ignore[union-attr]
+    assert headless(["LlamaForCausalLM", "GPT2LMHeadModel"], known, []) is None
 
 
 # ---- geometry -------------------------------------------------------------------------------------------------------
 
 
-def rows_of(
-    described: ModelConfig | None, family: str, found: dict[str, TensorInfo]
-) -> dict[tuple[str, str], analysis.Row]:
-    weight_map = WeightMap(FAMILIES[family], described or analysis.STAND_IN, found)
-    rows = analysis.geometry(described, weight_map, analysis.mapped(weight_map, found), found)
+def rows_of(described: ModelConfig | None, family: str, found: dict[str, TensorInfo]) -> dict[tuple[str, str], Row]:
+    weight_map = WeightMap(FAMILIES[family], described or STAND_IN, found)
+    rows = geometry(described, weight_map, mapped(weight_map, found), found)
     return {(row.field, row.layers): row for row in rows}
 
 
@@ -131,7 +145,7 @@ def test_a_wrong_head_size_gives_both_numbers_and_one_sentence() -> None:
     rows = rows_of(mixer(num_kv_heads=2), "tiers", tiny_infos(mixer=wide, layers={}))
     assert (rows[("head_dim", "0-3")].config, rows[("head_dim", "0-3")].tensors) == (16, 32)
     assert rows[("num_heads * head_dim", "0-3")].tensors == 128
-    (sentence,) = analysis.contradictions(list(rows.values()))
+    (sentence,) = contradictions(list(rows.values()))
     assert sentence.startswith("head_dim is 16 by config.json and 32 by the tensors (layers 0-3)")
     assert "Set it to 32" in sentence
 
@@ -144,7 +158,7 @@ def test_a_wrong_number_of_heads_is_no_head_size() -> None:
         tiny_infos(layers={}, mixer={"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}),
     )
     assert rows[("head_dim", "0-3")].tensors == "8 by q_proj and o_proj, 16 by k_proj and v_proj"
-    sentences = analysis.contradictions(list(rows.values()))
+    sentences = contradictions(list(rows.values()))
     assert any("num_heads * head_dim is 128 by config.json and 64 by the tensors" in sentence for sentence in sentences)
 
 
@@ -181,7 +195,7 @@ def test_rows_beyond_vocab_size_are_no_contradiction() -> None:
 
 
 def test_a_head_beside_a_tied_embedding_is_no_contradiction() -> None:
-    tied = rows_of(config(tie_word_embeddings=True), "tiers", tiny_infos())[(analysis.HEAD, "")]
+    tied = rows_of(config(tie_word_embeddings=True), "tiers", tiny_infos())[(HEAD, "")]
     assert (tied.config, tied.tensors, tied.agrees) == (False, True, None)
 
 
@@ -240,11 +254,11 @@ UNUSUAL: dict[str, tuple[ModelConfig, str]] = {
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_what_is_unusual_is_said(case: str) -> None:
     described, expected = UNUSUAL[case]
-    assert any(line.startswith(expected) for line in analysis.unusual(described)), analysis.unusual(described)
+    assert any(line.startswith(expected) for line in unusual(described)), unusual(described)
 
 
 def test_a_plain_model_is_not_unusual() -> None:
-    assert analysis.unusual(mixer()) == []
+    assert unusual(mixer()) == []
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------
@@ -252,11 +266,11 @@ def test_a_plain_model_is_not_unusual() -> None:
 
 @pytest.mark.parametrize("raw", [tiny_config(), alibi_config()], ids=["tiny", "alibi"])
 def test_parameters_are_those_of_the_model(raw: dict[str, Any]) -> None:
-    sizes = analysis.sizes(ModelConfig.from_dict(raw))
+    found = sizes(ModelConfig.from_dict(raw))
     model = tiny_model(raw)
-    assert sizes.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert sizes.head == (0 if raw.get("tie_word_embeddings") else 320 * 64)
-    for size in sizes.layers:
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert found.head == (0 if raw.get("tie_word_embeddings") else 320 * 64)
+    for size in found.layers:
         layer = model.layers[int(size.layers.partition("-")[0])]
         assert size.parameters == sum(parameter.numel() for parameter in layer.parameters())
         assert size.parameters == size.mixer + size.ffn + size.gate + size.norms
@@ -267,14 +281,14 @@ def test_a_token_of_the_cache_has_a_key_and_a_value_per_head() -> None:
     described = config(
         num_hidden_layers=80, mixer={"num_heads": 64, "num_kv_heads": 8, "head_dim": 128}, layers={"3": {"mixer": {"num_kv_heads": 4}}}
     )  # fmt: skip
-    sizes = analysis.sizes(described)
-    assert sizes.cache_elements == (79 * 8 + 4) * 2 * 128
-    assert {size.layers: size.cache_elements for size in sizes.layers} == {"0-2, 4-79": 2048, "3": 1024}
+    found = sizes(described)
+    assert found.cache_elements == (79 * 8 + 4) * 2 * 128
+    assert {size.layers: size.cache_elements for size in found.layers} == {"0-2, 4-79": 2048, "3": 1024}
 
 
 def test_dtypes_are_counted() -> None:
     """K1."""
-    found = analysis.dtypes({**infos({"a": (3, 4)}), **infos({"b": (5,), "c": (7,)}, torch.float32)})
+    found = dtypes({**infos({"a": (3, 4)}), **infos({"b": (5,), "c": (7,)}, torch.float32)})
     assert [(row.dtype, row.tensors, row.bytes, row.width) for row in found] == [
         ("float32", 2, 48, 4),
         ("bfloat16", 1, 24, 2),
@@ -308,7 +322,7 @@ GUESSES = {
 @pytest.mark.parametrize("name", GUESSES)
 def test_guesses_go_by_words_of_names(name: str) -> None:
     """B3, B4, B10."""
-    found = analysis.guess(name)
+    found = guess(name)
     assert found.startswith(GUESSES[name])
     assert bool(found) == bool(GUESSES[name])
 
@@ -316,7 +330,7 @@ def test_guesses_go_by_words_of_names(name: str) -> None:
 def test_a_tensor_without_elements_is_of_zero3() -> None:
     """B9."""
     (info,) = infos({"x": (0,)}).values()
-    assert "ZeRO-3" in analysis.guess("model.layers.0.mlp.up_proj.weight", info)
+    assert "ZeRO-3" in guess("model.layers.0.mlp.up_proj.weight", info)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +344,7 @@ def test_a_tensor_without_elements_is_of_zero3() -> None:
     ],
 )
 def test_the_top_module_of_a_name(name: str, expected: str) -> None:
-    assert analysis.top_module(name) == expected
+    assert top_module(name) == expected
 
 
 def test_coverage_goes_both_ways() -> None:
@@ -340,7 +354,7 @@ def test_coverage_goes_both_ways() -> None:
     found |= infos({"vision.0.weight": (3, 5), "vision.1.weight": (3, 5)})
     described = foreign_config("llama")
     weight_map = WeightMap(FAMILIES["llama"], described, found)
-    seen = analysis.coverage(described, weight_map, analysis.mapped(weight_map, found), found)
+    seen = coverage(described, weight_map, mapped(weight_map, found), found)
     assert seen.missing == {"norm.weight": "model.other_norm.weight"}
     assert [(group.module, group.count, group.bytes) for group in seen.unmapped] == [
         ("model.other_norm", 1, 128),
@@ -357,15 +371,15 @@ def test_shapes_that_do_not_fit_are_listed() -> None:
     found = tiny_infos()
     found["layers.1.ffn_norm.weight"] = TensorInfo(Path("f"), torch.float32, (65,))
     weight_map = WeightMap(OURS, config(), found)
-    seen = analysis.coverage(config(), weight_map, analysis.mapped(weight_map, found), found)
-    assert seen.misfits == (analysis.Misfit("layers.1.ffn_norm.weight", "layers.1.ffn_norm.weight", (65,), (64,)),)
+    seen = coverage(config(), weight_map, mapped(weight_map, found), found)
+    assert seen.misfits == (Misfit("layers.1.ffn_norm.weight", "layers.1.ffn_norm.weight", (65,), (64,)),)
 
 
 def test_a_parameter_that_is_filled_twice_is_seen() -> None:
     """B11: one weight under two names."""
     found = infos({"embed_out.weight": (120, 64), "lm_head.weight": (120, 64)})
     described = foreign_config("gpt_neox parallel")
-    seen = analysis.mapped(WeightMap(FAMILIES["gpt_neox"], described, found), found)
+    seen = mapped(WeightMap(FAMILIES["gpt_neox"], described, found), found)
     assert seen.twice == {"lm_head.weight": ("embed_out.weight", "lm_head.weight")}
 
 
@@ -375,7 +389,7 @@ def test_several_rules_for_one_name_are_counted_apart() -> None:
     )
     described = foreign_config("falcon of one key/value head")
     weight_map = WeightMap(FAMILIES["falcon"], described, found)
-    seen = analysis.coverage(described, weight_map, analysis.mapped(weight_map, found), found)
+    seen = coverage(described, weight_map, mapped(weight_map, found), found)
     both = [(rule.hits, rule.state) for rule in seen.rules if rule.template == "transformer.h.{i}.input_layernorm.{p}"]
     assert both == [(6, "used"), (0, "not needed: the line above holds")]
 
@@ -391,7 +405,7 @@ def foreign_config(name: str) -> ModelConfig:
 def test_files_are_read_one_by_one_where_the_whole_is_refused(tmp_path: Path) -> None:
     """D1, D3."""
     save_tiny(tmp_path, tiny_config(), shards=3)
-    whole = analysis.survey(tmp_path, open_checkpoint(tmp_path))
+    whole = survey(tmp_path, open_checkpoint(tmp_path))
     assert [(file.tensors, file.error) for file in whole.files] == [(16, None), (15, None), (15, None)]
     assert (whole.indexed, whole.missing, whole.lost, whole.empty) == (46, (), (), [])
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
@@ -399,7 +413,7 @@ def test_files_are_read_one_by_one_where_the_whole_is_refused(tmp_path: Path) ->
     last.write_bytes(last.read_bytes()[:-10])
     with pytest.raises(CheckpointError):
         open_checkpoint(tmp_path)
-    rest = analysis.survey(tmp_path, None)
+    rest = survey(tmp_path, None)
     assert len(rest.infos) == 16
     assert rest.missing == ("model-00002-of-00003.safetensors",)
     assert len(rest.lost) == 30
@@ -413,7 +427,7 @@ def test_files_of_torch_are_read_one_by_one_too(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match="unmerged adapter"):
         open_checkpoint(tmp_path)
-    assert analysis.survey(tmp_path, None).infos["model.lora_A.weight"].shape == (2, 3)
+    assert survey(tmp_path, None).infos["model.lora_A.weight"].shape == (2, 3)
 
 
 # ---- vocabulary -----------------------------------------------------------------------------------------------------
@@ -425,13 +439,13 @@ def save_tokenizer_json(folder: Path, raw: Any) -> None:
 
 def test_ids_of_every_kind_of_tokenizer_are_counted(tmp_path: Path) -> None:
     """R1."""
-    assert analysis.token_ids(tmp_path) is None
+    assert token_ids(tmp_path) is None
     save_tokenizer_json(tmp_path, {"model": {"vocab": {"a": 0, "b": 5}}, "added_tokens": [{"id": 7}, {"id": 0}]})
-    assert analysis.token_ids(tmp_path) == {0, 5, 7}
+    assert token_ids(tmp_path) == {0, 5, 7}
     save_tokenizer_json(
         tmp_path, {"model": {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": None}
     )
-    assert analysis.token_ids(tmp_path) == {0, 1}
+    assert token_ids(tmp_path) == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -441,14 +455,14 @@ def test_ids_of_every_kind_of_tokenizer_are_counted(tmp_path: Path) -> None:
 def test_what_is_no_tokenizer_is_refused(raw: Any, tmp_path: Path) -> None:
     save_tokenizer_json(tmp_path, raw)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        analysis.token_ids(tmp_path)
+        token_ids(tmp_path)
 
 
 def test_a_tokenizer_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as stream:
-        stream.truncate(analysis.MAX_TOKENIZER_BYTES + 1)
+        stream.truncate(MAX_TOKENIZER_BYTES + 1)
     with pytest.raises(CheckpointError, match="expected at most"):
-        analysis.token_ids(tmp_path)
+        token_ids(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -464,7 +478,7 @@ def test_a_tokenizer_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_of_the_vocabulary(numbers: Vocabulary, problem: str, notes: list[str]) -> None:
-    problems, found = analysis.vocabulary_problems(numbers)
+    problems, found = vocabulary_problems(numbers)
     assert len(problems) == bool(problem)
     assert problem in "".join(problems)
     assert len(found) == len(notes)
@@ -474,14 +488,14 @@ def test_numbers_of_the_vocabulary(numbers: Vocabulary, problem: str, notes: lis
 
 def test_a_vocabulary_without_parts_has_no_rows() -> None:
     parts = {"embed_tokens.weight": Part("x", (9, 4), torch.float32)}
-    assert analysis.vocabulary(config(), Mapped(parts, {}, {}), {3}) == Vocabulary(9, None, 320, 4, 1)
+    assert vocabulary(config(), Mapped(parts, {}, {}), {3}) == Vocabulary(9, None, 320, 4, 1)
 
 
 # ---- tensor parallel ------------------------------------------------------------------------------------------------
 
 
 def sizes_that_work(described: ModelConfig) -> list[int]:
-    return [n for n in analysis.RANKS if analysis.tensor_parallel_misfit(described, n) is None]
+    return [n for n in RANKS if tensor_parallel_misfit(described, n) is None]
 
 
 def parallel(heads: int, kv: int, inner: int, vocab: int, **changes: Any) -> ModelConfig:
@@ -493,32 +507,32 @@ def test_sizes_that_work_for_40_heads_and_10_key_value_heads() -> None:
     """H1."""
     described = parallel(40, 10, 1280, 64 * 5)
     assert sizes_that_work(described) == [1, 2, 5, 10, 20, 40]
-    by_size = {cut.tensors: cut.by_size for cut in analysis.cuts(described, (1, 4, 10, 20))}
+    by_size = {cut.tensors: cut.by_size for cut in cuts(described, (1, 4, 10, 20))}
     assert list(by_size["k_proj, v_proj"].values()) == [
         "whole", "refuse: 10 key/value heads", "shard: 1 key/value head", "replicate: 1 head on 2 ranks",
     ]  # fmt: skip
-    assert analysis.tensor_parallel_misfit(described, 4) == "10 key/value heads (layers 0-3)"
+    assert tensor_parallel_misfit(described, 4) == "10 key/value heads (layers 0-3)"
 
 
 def test_52_heads_do_not_fit_on_3_ranks() -> None:
     """H2."""
     described = parallel(52, 4, 52 * 3, 64 * 3)
-    assert analysis.tensor_parallel_misfit(described, 3) == "52 query heads (layers 0-3)"
+    assert tensor_parallel_misfit(described, 3) == "52 query heads (layers 0-3)"
     assert sizes_that_work(described) == [1, 2, 4]
 
 
 def test_a_vocabulary_is_cut_too() -> None:
     """H2: vLLM pads 32000 rows to a multiple of 64, which 3 ranks do not divide."""
     described = parallel(48, 3, 96, 32000)
-    assert analysis.tensor_parallel_misfit(described, 3) == "32000 rows of the vocabulary, padded to a multiple of 64"
-    assert analysis.tensor_parallel_misfit(parallel(48, 3, 96, 31999), 2) == "3 key/value heads (layers 0-3)"
-    assert analysis.padded(31999) == 32000
+    assert tensor_parallel_misfit(described, 3) == "32000 rows of the vocabulary, padded to a multiple of 64"
+    assert tensor_parallel_misfit(parallel(48, 3, 96, 31999), 2) == "3 key/value heads (layers 0-3)"
+    assert padded(31999) == 32000
 
 
 def test_empty_heads_of_unequal_groups_are_cut_with_the_others() -> None:
     """H6: 5 query heads in groups of 3 and 2 are served as 6."""
-    cuts = analysis.cuts(parallel(5, 2, 96, 320, head_map=[0, 0, 0, 1, 1]), (1, 2))
-    assert cuts[0].by_size == {1: "whole", 2: "shard: 3 query heads"}
+    found = cuts(parallel(5, 2, 96, 320, head_map=[0, 0, 0, 1, 1]), (1, 2))
+    assert found[0].by_size == {1: "whole", 2: "shard: 3 query heads"}
 
 
 # ---- which part of a tensor -----------------------------------------------------------------------------------------
@@ -528,7 +542,7 @@ def slices_of(name: str, source: str) -> list[str]:
     model, described = foreign_model(name), foreign_config(name)
     found = infos({n: tuple(t.shape) for n, t in model.state_dict().items()})
     weight_map = WeightMap(FAMILIES[name.split()[0]], described, found)
-    return analysis.slices(weight_map.entries[source], found[source], described)
+    return slices(weight_map.entries[source], found[source], described)
 
 
 def test_slices_name_rows_and_layouts() -> None:
@@ -554,7 +568,7 @@ def test_slices_of_other_rules(tmp_path: Path) -> None:
     )
     found = infos({"0.gu": (192, 64), "0.q": (64, 64), "0.n": (64,)})
     weight_map = WeightMap(read_family(family), config(), found)
-    assert [analysis.slices(weight_map.entries[name], found[name], config()) for name in found] == [
+    assert [slices(weight_map.entries[name], found[name], config()) for name in found] == [
         ["rows 0, 2, 4, ... (alternating)", "rows 1, 3, 5, ... (alternating)"],
         ["whole, channels re-paired from interleaved"],
         ["whole, plus 1"],
@@ -563,5 +577,5 @@ def test_slices_of_other_rules(tmp_path: Path) -> None:
 
 def test_parts_of_a_real_folder_have_the_shapes_of_the_model(tmp_path: Path) -> None:
     opened = open_model(save_tiny(tmp_path, tiny_config()))
-    parts = analysis.mapped(opened.map, opened.checkpoint.infos).parts
-    assert sum(math.prod(part.shape) for part in parts.values()) == analysis.sizes(opened.config).parameters
+    parts = mapped(opened.map, opened.checkpoint.infos).parts
+    assert sum(math.prod(part.shape) for part in parts.values()) == sizes(opened.config).parameters

@@ -758,6 +758,97 @@ def test_the_folders_load_without_a_note(root: Path) -> None:
         assert not torch.equal(logits_of(load_model(root / name)), logits_of(load_model(root / "outside" / name)))
 
 
+def refusal(folder: Path, family: Path | None = None) -> str:
+    begun = time.monotonic()
+    with pytest.raises(TiersError) as caught:
+        load_model(folder, family=family and str(family))
+    assert time.monotonic() - begun < SECONDS / 2
+    return str(caught.value)
+
+
+@pytest.fixture
+def copy_of(root: Path, tmp_path: Path) -> Callable[[str], Path]:
+    return lambda name: shutil.copytree(root / name, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1000000000; expected an integer of 1 or more, and at most",
+        ),
+        ({"num_hidden_layers": 1000}, "25 tensors, but num_hidden_layers in config.json is 1000"),
+        ({"max_position_embeddings": 10**9}, "max_position_embeddings is 1000000000; expected at most"),
+        ({"hidden_size": 10**9}, "hidden_size is 1000000000; expected at most"),
+        ({"logits_multiplier": 1e30}, "logits_multiplier is 1e+30; expected a number of size 1e-15 to 1e+15"),
+        ({"embedding_multiplier": 1e-30}, "embedding_multiplier is 1e-30; expected a number of size 1e-15 to 1e+15"),
+        ({"num_hidden_layers": 1000, "layers": {f"{i}-999": {} for i in range(100)}}, "layers overrides more than"),
+        ({"x" * 300: 1}, "a key has 300 characters"),
+        ({"text": "x" * 9_000_000}, "expected at most 8388608"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_sizes_that_no_model_has_are_refused_at_once(
+    changes: dict[str, Any], message: str, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of("own")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    assert message in refusal(folder)
+
+
+@pytest.mark.parametrize("number", [1e-15, 1e-9, 1e9, 1e15])
+def test_any_number_that_is_accepted_keeps_logits_finite(number: float, copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("own")
+    config = json.loads((folder / "config.json").read_text())
+    mixer, loaded = config["mixer"], 0
+    rope = {"kind": "rope", "theta": number}
+    scalings = [
+        {"kind": "linear", "factor": number},
+        {"kind": "dynamic", "factor": number, "original_max_position_embeddings": 16},
+        {"kind": "yarn", "factor": number, "original_max_position_embeddings": 16},
+        {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "attention_factor": number},
+        {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "beta_fast": number},
+        {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "beta_slow": number},
+        {
+            "kind": "llama3", "factor": number, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        {
+            "kind": "llama3", "factor": 2.0, "low_freq_factor": number, "high_freq_factor": number,
+            "original_max_position_embeddings": 16,
+        },
+    ]  # fmt: skip
+    names = ("embedding_multiplier", "residual_multiplier", "logits_multiplier", "logits_softcap")
+    changes = [{name: sign * number} for name in names for sign in (1, -1)]
+    changes += [{"norm": {"kind": "rms", "eps": number}}]
+    changes += [{"mixer": {**mixer, name: number}} for name in ("scale", "softcap")]
+    changes += [{"mixer": {**mixer, "position": {"kind": "alibi", "slopes": [number] * 4}}}]
+    changes += [
+        {"mixer": {**mixer, "position": position}}
+        for position in (rope, *({**rope, "theta": 1e4, "scaling": s} for s in scalings))
+    ]
+    for change in changes:
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        try:
+            model = load_model(folder)
+        except TiersError:
+            continue
+        assert logits_of(model).isfinite().all(), change
+        loaded += 1
+    assert loaded > len(changes) // 2
+
+
+def test_no_pipe_and_no_link_is_read_for_a_family(root: Path, copy_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copy_of("llama")
+    os.mkfifo(tmp_path / "pipe.toml")
+    assert "no regular file" in refusal(folder, tmp_path / "pipe.toml")
+    for parent in ("../llama", "/etc/passwd", "..", ""):
+        (tmp_path / "mine.toml").write_text(f"extends = '{parent}'")
+        assert "expected the plain name of a family" in refusal(folder, tmp_path / "mine.toml")
+
+
 def test_damaged_folders_load_as_what_they_are_or_are_refused(root: Path) -> None:
     share = TRIES // WORKERS
     workers = [

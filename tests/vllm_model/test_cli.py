@@ -133,8 +133,8 @@ def test_a_bad_plan_is_refused(
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--tensor-parallel-size", "3"], ["--tensor-parallel-size is 3", "layer 0 has 4 query heads", "Sizes that work: 1, 2"]),
-        (["-tp", "4"], ["--tensor-parallel-size is 4", "layer 3 selects keys per group"]),
+        (["--tensor-parallel-size", "3"], ["--tensor-parallel-size is 3", "the model has 4 query heads (layers 0-2)", "Sizes that work: 1, 2"]),
+        (["-tp", "4"], ["--tensor-parallel-size is 4", "2 groups of query heads that choose keys together (layer 3)"]),
         (["-pp", "5"], ["--pipeline-parallel-size is 5", "4 layers"]),
         (["-pp", "2", "--enforce-eager"], ["--pipeline-parallel-size is 2 and --enforce-eager", "CPU"]),
         (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype is fp8", "not supported yet"]),
@@ -206,7 +206,7 @@ def test_a_process_ends_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" in debug.stderr
 
 
-@pytest.mark.parametrize("command", ["serve", "plan", "generate", "bench", "demo"])
+@pytest.mark.parametrize("command", ["serve", "inspect", "map", "convert", "plan", "generate", "bench", "demo"])
 def test_help_of_every_command_names_its_arguments(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, command, "--help")
     assert code == 0

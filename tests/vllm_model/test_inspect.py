@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from tiers.reference import analysis
-from tiers.reference.config import ModelConfig
 from tiers.reference.load import open_model
 from tiers.reference.testing.foreign import save_foreign
 from tiers.reference.testing.tiny import save_tiny, save_tokenizer, tiny_config
 from tiers.vllm_model import cli
-from tiers.vllm_model.inspect import Inspection, inspect, text, vllm_architectures
+from tiers.vllm_model.inspect import inspect
+from tiers.vllm_model.inspect_result import Inspection
+from tiers.vllm_model.inspect_stock import vllm_architectures
+from tiers.vllm_model.inspect_text import text
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -641,31 +642,13 @@ def test_how_tensors_are_cut_is_told_for_each_size(tmp_path: Path) -> None:
     assert cuts["norms, biases of o and down"]["8"] == "replicate"
 
 
-def test_sizes_agree_with_what_serving_refuses() -> None:
-    """H1, H2, and what is known of vLLM without importing it."""
+def test_architectures_of_vllm_are_known_without_importing_it() -> None:
     from vllm.model_executor.models import ModelRegistry
-
-    from tiers.vllm_model.serving import PARALLEL_SIZES, tensor_parallel_misfit
 
     registered = {
         a for a, model in ModelRegistry.models.items() if not getattr(model, "module_name", "").startswith("tiers.")
     }
     assert vllm_architectures() == registered
-    assert analysis.RANKS == PARALLEL_SIZES
-    mixers = [
-        {"num_heads": 52, "num_kv_heads": 4}, {"num_heads": 40, "num_kv_heads": 10}, {"num_heads": 12, "num_kv_heads": 3},
-        {"num_heads": 5, "num_kv_heads": 2, "head_map": [0, 0, 0, 1, 1]},
-        {"num_heads": 8, "num_kv_heads": 2, "pattern": {"kind": "topk", "k": 4, "share": "group"}},
-    ]  # fmt: skip
-    for mixer in mixers:
-        # A vocabulary that every size divides, since serving does not ask for it.
-        config = ModelConfig.from_dict(
-            tiny_config(mixer={**mixer, "head_dim": 16}, layers={}, vocab_size=64 * 64 * 3 * 5 * 7)
-        )
-        for size in analysis.RANKS:
-            assert (analysis.tensor_parallel_misfit(config, size) is None) == (
-                tensor_parallel_misfit(config, size) is None
-            )
 
 
 # ---- without vLLM ---------------------------------------------------------------------------------------------------

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from tiers.reference.analysis.tensor_parallel import VOCAB_PADDING, padded, tensor_parallel_misfit
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import ServingError
 from tiers.reference.testing.tiny import alibi_config, tiny_config
-from tiers.vllm_model.serving import Options, check_options, tensor_parallel_misfit
+from tiers.vllm_model.serving import Options, check_options
 
 TINY = ModelConfig.from_dict(tiny_config())
 UNEQUAL = ModelConfig.from_dict(alibi_config())
@@ -25,7 +26,9 @@ def model(
         "position": {"kind": "rope"},
     }
     ffn = {"kind": "swiglu", "intermediate_size": inner}
-    return ModelConfig.from_dict(tiny_config(**{"mixer": mixer, "ffn": ffn, "layers": {}, **changes}))
+    # 1 to 12 ranks divide this vocabulary.
+    raw = {"mixer": mixer, "ffn": ffn, "layers": {}, "vocab_size": 64 * 9 * 5 * 7 * 11, **changes}
+    return ModelConfig.from_dict(tiny_config(**raw))
 
 
 def assert_refused(config: ModelConfig, options: Options, *parts: str) -> None:
@@ -69,20 +72,20 @@ def test_unequal_groups_count_with_their_empty_slots() -> None:
     # Groups of 3, 1 and 2 are laid out as three groups of 3: nine query heads.
     config = model(6, 3, head_map=[0, 2, 0, 1, 2, 0], inner=9 * 8)
     assert {size for size in range(1, 13) if tensor_parallel_misfit(config, size) is None} == {1, 3, 9}
-    assert tensor_parallel_misfit(config, 2) == "layer 0 has 9 query heads"
-    assert tensor_parallel_misfit(config, 6) == "layer 0 has 9 query heads"
+    assert tensor_parallel_misfit(config, 2) == "9 query heads (layers 0-3)"
+    assert tensor_parallel_misfit(config, 6) == "9 query heads (layers 0-3)"
 
 
 def test_a_misfit_names_what_does_not_fit() -> None:
-    assert tensor_parallel_misfit(model(8, 4, inner=6), 4) == "layer 0 has 6 ffn.intermediate_size"
-    assert tensor_parallel_misfit(model(12, 3), 4) == "layer 0 has 3 key/value heads"
-    assert tensor_parallel_misfit(model(12, 3), 5) == "layer 0 has 12 query heads"
+    assert tensor_parallel_misfit(model(8, 4, inner=6), 4) == "6 ffn channels (layers 0-3)"
+    assert tensor_parallel_misfit(model(12, 3), 4) == "3 key/value heads (layers 0-3)"
+    assert tensor_parallel_misfit(model(12, 3), 5) == "12 query heads (layers 0-3)"
 
 
 def test_every_layer_must_fit() -> None:
     config = model(8, 4, layers={"2": {"ffn": {"intermediate_size": 6}}})
     assert tensor_parallel_misfit(config, 2) is None
-    assert tensor_parallel_misfit(config, 4) == "layer 2 has 6 ffn.intermediate_size"
+    assert tensor_parallel_misfit(config, 4) == "6 ffn channels (layer 2)"
 
 
 def test_a_group_that_selects_together_stays_on_one_rank() -> None:
@@ -90,17 +93,36 @@ def test_a_group_that_selects_together_stays_on_one_rank() -> None:
     alone = model(8, 2, pattern={"kind": "topk", "k": 4})
     assert tensor_parallel_misfit(alone, 4) is None
     assert tensor_parallel_misfit(shared, 2) is None
-    misfit = tensor_parallel_misfit(shared, 4)
-    assert misfit is not None
-    assert misfit.startswith("layer 0 selects keys per group")
+    assert tensor_parallel_misfit(shared, 4) == "2 groups of query heads that choose keys together (layers 0-3)"
 
 
 def test_a_tensor_parallel_size_that_does_not_fit_lists_those_that_do() -> None:
     assert_refused(
         model(12, 3), Options(tensor_parallel_size=4),
-        "--tensor-parallel-size is 4", "layer 0 has 3 key/value heads", "Sizes that work: 1, 3, 6, 12",
+        "--tensor-parallel-size is 4", "the model has 3 key/value heads (layers 0-3), which do not fit", "Sizes that work: 1, 3, 6, 12",
     )  # fmt: skip
     check_options(model(12, 3), Options(tensor_parallel_size=6))
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused() -> None:
+    """vLLM pads 32000 rows to 500 * 64, which 3 ranks do not divide; it would end with a bare assertion."""
+    config = model(12, 3, vocab_size=32000)
+    for size in (3, 6):
+        assert_refused(
+            config, Options(tensor_parallel_size=size), f"--tensor-parallel-size is {size}",
+            "the model has 32000 rows of the vocabulary, padded to a multiple of 64", "Sizes that work: 1",
+        )  # fmt: skip
+    assert_refused(model(12, 6, vocab_size=32000), Options(tensor_parallel_size=3), "Sizes that work: 1, 2")
+    check_options(model(12, 6, vocab_size=32000), Options(tensor_parallel_size=2))
+    # One token more is padded to 501 * 64.
+    check_options(model(12, 3, vocab_size=32001), Options(tensor_parallel_size=3))
+
+
+def test_the_vocabulary_is_padded_as_vllm_pads_it() -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE, pad_vocab_size
+
+    assert VOCAB_PADDING == DEFAULT_VOCAB_PADDING_SIZE
+    assert [padded(size) for size in range(1, 200)] == [pad_vocab_size(size) for size in range(1, 200)]
 
 
 # ---- the other options ----------------------------------------------------------------------------------------------
