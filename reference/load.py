@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tiers.reference import fields
+from tiers.reference.analysis import guesses
 from tiers.reference.checkpoint import Checkpoint, TensorInfo, inside, listed, open_checkpoint
 from tiers.reference.config import ModelConfig, read_json
 from tiers.reference.errors import CheckpointError, ConfigError
@@ -134,11 +135,23 @@ def open_described(folder: Path, description: Description) -> ModelFolder:
     if weight_map.unmapped:
         raise CheckpointError(
             f"{folder}: unexpected tensor {listed(weight_map.unmapped)}; no rule of family {description.family.name} is about "
-            "it. Nothing may be left out in silence: remove it from the file, or add a rule to a family file, with drop and a "
+            f"it{_grouped(weight_map.unmapped, checkpoint)}. Nothing may be left out in silence: remove it from the file, or add a rule to a family file, with drop and a "
             "reason if it is not needed"
         )
     notes += check_headers(description.config, weight_map.infos(checkpoint.infos), folder)
     return ModelFolder(folder, description, checkpoint, weight_map, notes)
+
+
+def _grouped(names: list[str], checkpoint: Checkpoint) -> str:
+    """What tensors without a place probably are, by module, where their names tell: "; vision_tower (12) looks like ..."."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(guesses.top_module(name), []).append(name)
+    found = []
+    for module, members in groups.items():
+        if meaning := guesses.guess(members[0], checkpoint.infos.get(members[0])):
+            found.append(f"{module} ({len(members)}) looks like {meaning}")
+    return f"; {'; '.join(found[:3])}" if found else ""
 
 
 def _check_names(checkpoint: Checkpoint) -> None:

@@ -20,7 +20,7 @@ from tiers.reference.checkpoint import INDEX_NAME
 from tiers.reference.convert import JOURNAL, convert
 from tiers.reference.errors import CheckpointError, TiersError
 from tiers.reference.load import load_model, open_model
-from tiers.reference.testing.foreign import MODELS, VOCAB, save_foreign
+from tiers.reference.testing.foreign import MODELS, VOCAB, save_foreign, save_megatron
 from tiers.reference.testing.tiny import alibi_config, random_ids, save_model, save_tiny, tiny_config, tiny_model
 from tiers.vllm_model import cli
 
@@ -34,6 +34,9 @@ SMALL = tiny_config(
     layers={},
     bos_token_id=3,
 )
+
+
+FIRST = "model-00001-of-00001.safetensors"
 
 
 def logits_of(folder: Path, vocab: int = 24) -> Tensor:
@@ -525,3 +528,16 @@ def test_a_bar_is_shown_on_a_terminal(
     errors = capsys.readouterr().err
     assert "writing: 100%" in errors
     assert "verifying: 100%" in errors
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 3)])
+def test_shards_of_a_megatron_training_become_one_model(tp: int, pp: int, tmp_path: Path) -> None:
+    """C7: whatever the ranks of the training, the same bytes."""
+    save_megatron(tmp_path / "source", tp, pp)
+    convert(tmp_path / "source", tmp_path / "out")
+    assert torch.equal(logits_of(tmp_path / "out", VOCAB), logits_of(tmp_path / "source", VOCAB))
+    save_megatron(tmp_path / "one", 1)
+    convert(tmp_path / "one", tmp_path / "other")
+    assert load_file(tmp_path / "out" / FIRST).keys() == load_file(tmp_path / "other" / FIRST).keys()
+    for name, tensor in load_file(tmp_path / "other" / FIRST).items():
+        assert torch.equal(load_file(tmp_path / "out" / FIRST)[name], tensor)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tiers.reference.convert import convert
 from tiers.reference.family import SHIPPED
 from tiers.reference.testing.compare import LOGPROB_BUDGET
 from tiers.reference.testing.foreign import MODELS, VOCAB, foreign_logits, save_foreign, save_megatron
@@ -28,6 +29,8 @@ MEGATRON = {"megatron on 2 ranks": (2, 1), "megatron on 4 ranks in 3 stages": (4
 ONE_RANK = [*{name.split()[0]: name for name in reversed(MODELS)}.values(), *MEGATRON]
 TWO_RANKS = [*ONE_RANK, "falcon with a new decoder", "falcon with alibi"]
 FOUR_RANKS = list(MEGATRON)
+# Served again from what `tiers convert` makes of them.
+CONVERTED = ["gemma2", "falcon of one key/value head", "megatron on 4 ranks in 3 stages"]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name] = root / name.replace(" ", "-").replace("/", "-")
         model = save_megatron(found[name], *MEGATRON[name]) if name in MEGATRON else save_foreign(found[name], name)
         expect(found[name], ids, foreign_logits(model, ids))
+    for name in CONVERTED:
+        found[f"{name}, converted"] = folder = root / f"{found[name].name}-converted"
+        convert(found[name], folder)
+        expect(folder, ids, torch.load(root / f"{found[name].name}.pt")["logits"])
     return found
 
 
@@ -88,8 +95,12 @@ def serve_all(
     ("ranks", "names"), [(1, ONE_RANK), (2, TWO_RANKS), (4, FOUR_RANKS)], ids=["TP1", "TP2", "TP4"]
 )
 def test_every_family_on_vllm_matches_transformers(ranks: int, names: list[str], folders: dict[str, Path]) -> None:
+    names = [*names, *(f"{name}, converted" for name in CONVERTED if ranks == 1)]
     errors = serve_all([folders[name] for name in names], ranks, config_format="tiers")
     assert len(errors) == len(names)
+    if ranks == 1:  # the same weights through the same kernels
+        for name in CONVERTED:
+            assert errors[folders[f"{name}, converted"].name] == errors[folders[name].name], name
     wrong = {name: error for name, error in errors.items() if not error <= LOGPROB_BUDGET}
     assert not wrong, f"off by more than {LOGPROB_BUDGET}: {wrong}"
 
