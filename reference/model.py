@@ -197,6 +197,13 @@ class ReferenceModel(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
 
+    def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """[T, M] what the first layer reads."""
+        h_TM = self.embed_tokens(ids_T) * self.config.embedding_multiplier
+        if self.config.learned_positions:
+            h_TM = h_TM + self.embed_positions(positions_T)
+        return self.embed_norm(h_TM) if self.embed_norm is not None else h_TM
+
     def forward(self, ids_T: Tensor, cache: Cache | None = None) -> Tensor:
         """Run the next T tokens of a sequence.
 
@@ -209,11 +216,7 @@ class ReferenceModel(nn.Module):
         """
         cache = Cache() if cache is None else cache
         positions_T = torch.arange(cache.length, cache.length + len(ids_T), device=ids_T.device)
-        h_TM = self.embed_tokens(ids_T) * self.config.embedding_multiplier
-        if self.config.learned_positions:
-            h_TM = h_TM + self.embed_positions(positions_T)
-        if self.embed_norm is not None:
-            h_TM = self.embed_norm(h_TM)
+        h_TM = self.embed(ids_T, positions_T)
         for layer in self.layers:
             h_TM = layer(h_TM, positions_T, ids_T, cache)
         h_TM = self.norm(h_TM)

@@ -52,7 +52,8 @@ def test_every_module_lies_in_a_package() -> None:
 def test_every_tier_is_mapped_and_typed(setup: configparser.ConfigParser) -> None:
     assert pairs(setup["options"]["package_dir"]) == {f"tiers.{tier}": tier for tier in TIERS}
     data = {package: lines(files) for package, files in setup["options.package_data"].items()}
-    assert data == {f"tiers.{tier}": ["py.typed"] + ["families/*.toml"] * (tier == "reference") for tier in TIERS}
+    files = {"reference": ["families/*.toml"], "vllm_model": ["vllm_internals.json"]}
+    assert data == {f"tiers.{tier}": ["py.typed", *files.get(tier, [])] for tier in TIERS}
     assert all((ROOT / tier / "py.typed").is_file() for tier in TIERS)
 
 

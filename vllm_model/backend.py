@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import (
 from tiers.reference.errors import ServingError
 from tiers.reference.ops.attention import Pattern
 from tiers.reference.ops.paged_attention import Batch
-from tiers.vllm_model import compat, dispatch, metrics
+from tiers.vllm_model import compat, dispatch, metrics, shadow
 from tiers.vllm_model.compat import BACKEND_NAME
 from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.ops import workspace
@@ -138,6 +138,7 @@ class TiersAttentionImpl(AttentionImpl):
         self.paged_attention = dispatch.function("paged_attention", self.tier)
         # The reference needs no proof; any other tier is compared with it, on the cache that it will work on.
         self.proved = self.tier is Tier.REFERENCE
+        self.shadow = shadow.join(self)
 
     def forward(
         self,
@@ -184,6 +185,8 @@ class TiersAttentionImpl(AttentionImpl):
             output[:tokens] = self.paged_attention(query[:tokens], kv_cache, attn_metadata, **options)
         if tokens < len(output):
             output[tokens:] = 0
+        if self.shadow is not None:
+            self.shadow.attention(self, query[:tokens], kv_cache, attn_metadata, output[:tokens], options)
         return output
 
     def prove_early(self, block_size: int, dtype: torch.dtype) -> None:

@@ -77,10 +77,20 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         "Check a model folder, then run `vllm serve` on it with a tier plan.",
         _serve,
-        usage="tiers serve DIR [--tiers PLAN] [--family FAMILY] [--debug] [any flag of vllm serve]",
+        usage="tiers serve DIR [--tiers PLAN] [--shadow R [--shadow-dumps FOLDER]] [--family FAMILY] [--debug] [any flag of "
+        "vllm serve]",
         epilog="Every other flag goes to `vllm serve`; `tiers serve --help=all` lists those.",
     )
     command.add_argument("--tiers", metavar="PLAN", help=PLAN_HELP)
+    command.add_argument(
+        "--shadow", metavar="R",
+        help="let the reference compute this share of the steps again, a layer at a time, and compare: a number above 0 and "
+        "at most 1, e.g. 0.01 (default: off; docs/shadow.md)",
+    )  # fmt: skip
+    command.add_argument(
+        "--shadow-dumps", metavar="FOLDER", type=Path,
+        help="keep the inputs of the first checks that fail there, for tiers check --replay; they are users' data (default: none)",
+    )  # fmt: skip
 
     command = add(
         "inspect", "Say what a model folder is and what would go wrong; reads headers, needs no GPU.", _inspect
@@ -126,7 +136,24 @@ def _parser() -> argparse.ArgumentParser:
         "--shard-size", type=_size, default=_size("4GB"), metavar="SIZE", help="largest file, e.g. 500MB (default: 4GB)"
     )
 
+    _add_check(commands)
     _add_bench(commands)
+    _add_profile(commands)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="Say why vLLM does not see a model, or why its output is wrong or slow, on this machine.",
+        description="Start the processes that vLLM would start and print what each sees; compare every tier with the "
+        "reference here, and what this project uses of vLLM with the tested version. Takes up to a minute "
+        "(docs/doctor.md).",
+        allow_abbrev=False,
+    )
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--json", action="store_true", help="one JSON object instead of text (docs/doctor.md)")
+    doctor.add_argument(
+        "--symptoms", action="store_true", help="only print likely causes of what you may see, and what would tell"
+    )
+    doctor.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     demo = commands.add_parser(
         "demo",
@@ -148,6 +175,66 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser(
+        "check",
+        help="Prove every tier of a plan against the reference, and find the first layer that differs.",
+        description="Run a model in vLLM and compare operators, layers and answers with the reference, beside the errors that "
+        "rounding alone makes. Exit code 0 PASS, 1 FAIL, 2 INCONCLUSIVE. docs/check.md says how to read it.",
+        allow_abbrev=False,
+    )
+    check.set_defaults(run=_check)
+    check.add_argument("model", metavar="DIR", type=Path, nargs="?", help="model folder")
+    check.add_argument("--tiers", metavar="PLAN", default="auto", help=PLAN_HELP)
+    check.add_argument(
+        "--against", metavar="WHAT", default="reference",
+        help="reference, transformers, vllm-native (vLLM's own class), or another model folder (default: reference)",
+    )  # fmt: skip
+    check.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="(default: bfloat16; on the CPU float32)"
+    )
+    check.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a text, or a list of token ids, per line (default: two texts of ours)",
+    )
+    check.add_argument("--layers", metavar="RANGE", help="report these layers only, e.g. 7 or 0-3")
+    check.add_argument("--no-operators", action="store_true", help="leave out operators by themselves")
+    check.add_argument("--tensor-parallel-size", type=_positive, default=1, metavar="N", help="ranks (default: 1)")
+    check.add_argument(
+        "--bisect",
+        action="store_true",
+        help="find which operators have to go back to the reference, and a plan that works",
+    )
+    check.add_argument("--replay", type=Path, metavar="FILE", help="a dump of `tiers serve --shadow`, instead of DIR")
+    check.add_argument("--json", type=Path, metavar="FILE", help="also write every comparison, a line of JSON each")
+    check.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
+    check.add_argument("--family", metavar="FAMILY", help=FAMILY_HELP)
+    check.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _check(args: argparse.Namespace, rest: list[str]) -> None:
+    if (args.model is None) == (args.replay is None):
+        _usage("tiers check needs a model folder, or --replay with a dump")
+    if args.replay is not None:
+        from tiers.vllm_model import check_replay
+
+        sys.exit(check_replay.run(args.replay))
+    from tiers.reference.config import parse_layer_range
+    from tiers.reference.load import describe
+    from tiers.vllm_model import check, check_bisect
+
+    layers = None
+    if args.layers is not None:
+        layers = tuple(parse_layer_range(args.layers, describe(args.model, args.family).config.num_hidden_layers))
+    options = check.Options(
+        args.model, args.family, args.tiers, args.against, args.dtype or "", args.prompts, args.tensor_parallel_size, layers,
+        not args.no_operators,
+    )  # fmt: skip
+    sys.exit(check_bisect.run(options) if args.bisect else check.run(options, args.json, args.html))
 
 
 def _add_bench(commands: Any) -> None:
@@ -203,6 +290,38 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
+def _add_profile(commands: Any) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="Say where the time and the memory of a model's steps go, by layer, operator and tier.",
+        description="Run a batch of random prompts in vLLM under torch's profiler: time by operator and tier, memory, and what "
+        "costs most, against the limits of the device. Writes profile.json and trace.json.gz (docs/profile.md).",
+        allow_abbrev=False,
+    )
+    profile.set_defaults(run=_profile)
+    profile.add_argument("model", metavar="DIR", type=Path, help="model folder")
+    profile.add_argument("--tiers", metavar="PLAN", default="auto", help=PLAN_HELP)
+    profile.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="(default: bfloat16; on the CPU float32)"
+    )
+    for flag, text in (
+        ("--prompt-len", "tokens of a prompt (default: 1024; on the CPU 64)"),
+        ("--output-len", "tokens generated for it (default: 16; on the CPU 8)"),
+        ("--batch", "requests at a time (default: 8; on the CPU 2)"),
+    ):
+        profile.add_argument(flag, type=_positive, default=0, metavar="N", help=text)
+    profile.add_argument(
+        "--nsight",
+        action="store_true",
+        help="only name the ranges, for nsys or ncu around this command (docs/profile.md)",
+    )
+    profile.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for the files (default: a new folder profile-DATE)"
+    )
+    profile.add_argument("--family", metavar="FAMILY", help=FAMILY_HELP)
+    profile.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no integer of 1 or more")
@@ -232,7 +351,7 @@ def _version() -> str:
 def _serve(args: argparse.Namespace, rest: list[str]) -> None:
     from tiers.vllm_model.launch import serve
 
-    serve(args.model, args.tiers, rest, args.family)
+    serve(args.model, args.tiers, rest, args.family, args.shadow, args.shadow_dumps)
 
 
 def _inspect(args: argparse.Namespace, rest: list[str]) -> None:
@@ -330,6 +449,28 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> None:
         requests=args.requests, concurrency=args.concurrency, rounds=args.rounds, starts=args.starts,
     )  # fmt: skip
     sys.exit(run(options, args.out))
+
+
+def _profile(args: argparse.Namespace, rest: list[str]) -> None:
+    from tiers.vllm_model.profiling import Options, run
+
+    options = Options(
+        args.model, args.family, args.tiers, args.dtype or "", args.prompt_len, args.output_len, args.batch, args.nsight
+    )
+    sys.exit(run(options, args.out))
+
+
+def _doctor(args: argparse.Namespace, rest: list[str]) -> None:
+    if args.symptoms:
+        from tiers.vllm_model.doctor_symptoms import text
+
+        if args.json:
+            _usage("--symptoms has no --json")
+        print(text())
+        return
+    from tiers.vllm_model.doctor import run
+
+    sys.exit(run(args.json))
 
 
 def _demo(args: argparse.Namespace, rest: list[str]) -> None:

@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_l
 from tiers.reference import config as c
 from tiers.reference.errors import ServingError
 from tiers.reference.ops.knowledge_gate import combine
-from tiers.vllm_model import compat, dispatch, metrics
+from tiers.vllm_model import compat, dispatch, metrics, shadow
 from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.plan import Tier
 from tiers.vllm_model.self_check import check_tokens
@@ -35,6 +35,7 @@ class GateTier:
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
         self._use(choice.tier)
+        self.shadow = shadow.join(self)
 
     def _use(self, tier: Tier) -> None:
         self.tier = tier
@@ -50,7 +51,10 @@ class GateTier:
         """
         if name in self.unproved and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             self.prove(name, tokens, rest)
-        return self.functions[name](*tokens, *rest)
+        out = self.functions[name](*tokens, *rest)
+        if self.shadow is not None:
+            self.shadow.gate(self, name, tokens, rest, out)
+        return out
 
     def prove(self, name: str, tokens: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
         """Compare a function with the reference; on failure the whole gate takes the next slower tier, or stops."""

@@ -8,13 +8,20 @@ from pathlib import Path
 
 from tiers.reference.errors import ServingError
 from tiers.reference.load import open_model, weights
-from tiers.vllm_model import compat
+from tiers.vllm_model import compat, shadow
 from tiers.vllm_model.dispatch import Where, resolve
 from tiers.vllm_model.plan import AUTO, TierPlan
 from tiers.vllm_model.serving import Options, check_options
 
 
-def serve(folder: Path, plan: str | None, flags: Sequence[str], family: str | None = None) -> None:
+def serve(
+    folder: Path,
+    plan: str | None,
+    flags: Sequence[str],
+    family: str | None = None,
+    shadow_rate: str | None = None,
+    shadow_dumps: Path | None = None,
+) -> None:
     """Serve a model folder.
 
     Args:
@@ -22,10 +29,13 @@ def serve(folder: Path, plan: str | None, flags: Sequence[str], family: str | No
         plan: text of a tier plan; None for the one in --additional-config, or auto.
         flags: flags of `vllm serve`.
         family: name of a family or path of its file; None goes by config.json.
+        shadow_rate: share of the steps that the reference computes again; None for the one in --additional-config, or none.
+        shadow_dumps: folder for what failed there.
 
     Raises:
         TiersError: the folder, the plan or a flag is not fit; raised before vLLM starts a process or takes memory.
     """
+    checks = shadow.from_flags(shadow_rate, shadow_dumps)
     model = open_model(folder, family)
     config, checkpoint = model.config, model.checkpoint
     for note in model.notes:
@@ -63,6 +73,9 @@ def serve(folder: Path, plan: str | None, flags: Sequence[str], family: str | No
     compat.name_family(family)
     if plan is not None:
         args.additional_config = {**(args.additional_config or {}), "tiers": plan}
+    if checks:
+        args.additional_config = {**(args.additional_config or {}), **checks}
+    shadow.options_of(args.additional_config)
     text = (args.additional_config or {}).get("tiers", AUTO)
     resolve(
         config,

@@ -18,6 +18,8 @@ import re
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tiers.vllm_model.dispatch import COUNTS
@@ -26,6 +28,15 @@ Counts = Counter[tuple[str, str]]
 
 NAME = "tiers_dispatch"
 HELP = "Calls of an operator by the tier that served it."
+
+# What `shadow.py` finds; counters but for the largest error.
+SHADOW = {
+    "tiers_shadow_checks": "Calls of an operator that the reference computed again.",
+    "tiers_shadow_failures": "Of these, calls that differed from the reference by more than the budget.",
+    "tiers_shadow_exceptions": "Calls that were to be computed again, but something went wrong.",
+}
+SHADOW_ERROR = "tiers_shadow_error_max"
+SHADOW_ERROR_HELP = "Largest error that was seen there, relative to the size of a token's vector."
 
 # Set by `publish` for the processes that vLLM starts; nothing for users to set.
 FOLDER = "TIERS_METRICS_FOLDER"
@@ -73,48 +84,100 @@ def remove_folder(process: int) -> None:
 def count(operator: str, tier: str) -> None:
     """Count a call in this process. Runs in every layer and step, so it has to cost next to nothing."""
     COUNTS[operator, tier] += 1
-    file = _file()
+    file = _file("counter")
     if file is not None:
-        file.write_value(_key(operator, tier), COUNTS[operator, tier], 0.0)
+        file.write_value(_key(NAME, f"{NAME}_total", operator, tier, HELP), COUNTS[operator, tier], 0.0)
+
+
+@dataclass
+class Shadowed:
+    """Shadow checks in this process: how many there were, how many failed or could not be made, and the largest error."""
+
+    checks: int = 0
+    failures: int = 0
+    exceptions: int = 0
+    worst: float = 0.0
+
+
+# (operator, tier) -> what its shadow checks found in this process.
+SHADOWED: dict[tuple[str, str], Shadowed] = {}
+
+
+def count_shadow(operator: str, tier: str, error: float | None, failed: bool = False) -> None:
+    """Count a shadow check in this process; one without an error could not be made."""
+    found = SHADOWED.setdefault((operator, tier), Shadowed())
+    if error is None:
+        found.exceptions += 1
+    else:
+        found.checks += 1
+        found.failures += failed
+        found.worst = max(found.worst, error)
+    counts, largest = _file("counter"), _file("gauge_max")
+    if counts is None or largest is None:
+        return
+    for (name, text), value in zip(SHADOW.items(), (found.checks, found.failures, found.exceptions), strict=True):
+        counts.write_value(_key(name, f"{name}_total", operator, tier, text), value, 0.0)
+    largest.write_value(_key(SHADOW_ERROR, SHADOW_ERROR, operator, tier, SHADOW_ERROR_HELP), found.worst, 0.0)
 
 
 def published() -> dict[int, Counts]:
     """What each process that was started from here has counted so far, by process id; nothing before `publish`."""
-    folder = os.environ.get(FOLDER)
     found: dict[int, Counts] = {}
-    if folder is None:
-        return found
-    from prometheus_client.multiprocess import MultiProcessCollector
-
-    for path in sorted(glob.glob(os.path.join(folder, "counter_tiers-*.db"))):
-        counts = found[int(re.findall(r"\d+", os.path.basename(path))[0])] = Counter()
-        for metric in MultiProcessCollector.merge([path]):
-            for sample in metric.samples:
-                counts[sample.labels["operator"], sample.labels["tier"]] += int(sample.value)
+    for process, name, key, value in _samples("counter"):
+        counts = found.setdefault(process, Counter())
+        if name == f"{NAME}_total":
+            counts[key] += int(value)
     return found
 
 
+def published_shadow() -> dict[int, dict[tuple[str, str], Shadowed]]:
+    """As `published`, what the shadow checks of each process have found."""
+    found: dict[int, dict[tuple[str, str], Shadowed]] = {}
+    fields = dict(zip((f"{name}_total" for name in SHADOW), ("checks", "failures", "exceptions"), strict=True))
+    for process, name, key, value in _samples("counter"):
+        if name in fields:
+            setattr(found.setdefault(process, {}).setdefault(key, Shadowed()), fields[name], int(value))
+    for process, name, key, value in _samples("gauge_max"):
+        if name == SHADOW_ERROR and key in found.get(process, {}):
+            found[process][key].worst = value
+    return found
+
+
+def _samples(kind: str) -> Iterator[tuple[int, str, tuple[str, str], float]]:
+    """Process id, name, operator and tier, and value of all that is in our files of a kind of metric."""
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        return
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    for path in sorted(glob.glob(os.path.join(folder, f"{kind}_tiers-*.db"))):
+        process = int(re.findall(r"\d+", os.path.basename(path))[0])
+        for metric in MultiProcessCollector.merge([path]):
+            for sample in metric.samples:
+                yield process, sample.name, (sample.labels["operator"], sample.labels["tier"]), sample.value
+
+
 @functools.cache
-def _file() -> Any:
-    """The file of this process; None if nobody reads it."""
+def _file(kind: str) -> Any:
+    """The file of this process for a kind of metric; None if nobody reads it."""
     folder = os.environ.get(FOLDER)
     if folder is None:
         return None
     from prometheus_client.mmap_dict import MmapedDict
 
     try:
-        # The collector takes the kind of metric from the start of the name.
-        return MmapedDict(os.path.join(folder, f"counter_tiers-{os.getpid()}.db"))
+        # The collector takes the kind of metric from the start of the name; a gauge's next word says how to merge it.
+        return MmapedDict(os.path.join(folder, f"{kind}_tiers-{os.getpid()}.db"))
     except OSError as error:
         logger.warning("what runs in this process will not be on /metrics: %s", error)
         return None
 
 
 @functools.cache
-def _key(operator: str, tier: str) -> str:
+def _key(metric: str, sample: str, operator: str, tier: str, text: str) -> str:
     from prometheus_client.mmap_dict import mmap_key
 
-    return mmap_key(NAME, f"{NAME}_total", ["operator", "tier"], [operator, tier], HELP)
+    return mmap_key(metric, sample, ["operator", "tier"], [operator, tier], text)
 
 
 def _log() -> None:
@@ -123,12 +186,19 @@ def _log() -> None:
     for process, counts in published().items():
         listed = ", ".join(f"{operator} {tier} {calls}" for (operator, tier), calls in sorted(counts.items()))
         logger.info("What ran in process %d, in calls by operator and tier: %s", process, listed)
+    for process, shadowed in published_shadow().items():
+        listed = ", ".join(
+            f"{operator} {tier} {x.checks} ({x.failures} failed, {x.exceptions} not made, error at most {x.worst:.2g})"
+            for (operator, tier), x in sorted(shadowed.items())
+        )
+        logger.info("Shadow checks in process %d, by operator and tier: %s", process, listed)
 
 
 def _forget() -> None:
     """A forked process counts for itself."""
     _file.cache_clear()
     COUNTS.clear()
+    SHADOWED.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -14,7 +14,7 @@ from tiers.reference.errors import ConfigError, ServingError
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import Description, ModelFolder, describe, describe_config, open_described
 from tiers.reference.weight_map import WeightMap
-from tiers.vllm_model import compat
+from tiers.vllm_model import compat, shadow
 from tiers.vllm_model.dispatch import Choice, Where, resolve
 from tiers.vllm_model.hf_config import TiersConfig, asked_family
 from tiers.vllm_model.plan import AUTO, TierPlan
@@ -108,7 +108,7 @@ def check_vllm_config(vllm_config: Any) -> None:
     """Check a complete vLLM configuration against the model and, for a local folder, against its files' headers.
 
     Raises:
-        TiersError: see `check_options`, `choose_tiers` and `tiers.reference.load.open_model`.
+        TiersError: see `check_options`, `choose_tiers`, `shadow.options_of` and `tiers.reference.load.open_model`.
     """
     config = model_config_of(vllm_config)
     parallel = vllm_config.parallel_config
@@ -127,6 +127,7 @@ def check_vllm_config(vllm_config: Any) -> None:
         ),
     )
     choose_tiers(vllm_config)
+    shadow.options_of(vllm_config.additional_config)
     if reads_folder(vllm_config):
         folder = model_folder(vllm_config.model_config)
         for note in _logged_once(folder):
