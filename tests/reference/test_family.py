@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from tiers.reference.config import ModelConfig
-from tiers.reference.errors import ConfigError, FamilyError
+from tiers.reference.errors import CheckpointError, ConfigError, FamilyError
 from tiers.reference.expression import evaluate, names, parse
-from tiers.reference.family import VARIABLE, Family, find_family, own_families, read_family, shipped
+from tiers.reference.family import VARIABLE, Family, _own_families, find_family, own_families, read_family, shipped
+from tiers.reference.load import describe, open_model
+from tiers.reference.testing.tiny import save_tiny, tiny_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64,
@@ -147,6 +149,51 @@ def test_who_answers_to_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert find_family({}, str(folder / "mine.toml")).name == "mine"
     monkeypatch.setenv(VARIABLE, str(folder / "mine.toml"))
     assert [found.name for found in own_families()] == ["mine"]
+
+
+def test_a_package_brings_its_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry point of the group tiers.families: a function that returns a path."""
+    write(tmp_path, "extends = 'llama'\nmodel_types = ['packaged']", "packaged")
+    (tmp_path / "a_package_with_families.py").write_text(
+        f"def where():\n    return {str(tmp_path)!r}\n\ndef broken():\n    raise OSError('gone')\n"
+    )
+    info = tmp_path / "a_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: a-package\nVersion: 1.0\n")
+    points = info / "entry_points.txt"
+    points.write_text("[tiers.families]\nmine = a_package_with_families:where\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(VARIABLE, "")
+    _own_families.cache_clear()
+    try:
+        assert find_family({"model_type": "packaged"}).name == "packaged"
+        points.write_text("[tiers.families]\nmine = a_package_with_families:broken\n")
+        _own_families.cache_clear()
+        with pytest.raises(
+            FamilyError, match="entry point mine = a_package_with_families:broken failed: OSError: gone"
+        ):
+            find_family(LLAMA)
+    finally:
+        _own_families.cache_clear()
+
+
+def test_nothing_in_a_folder_is_executed(tmp_path: Path) -> None:
+    """A config that names remote code beside it, as trust_remote_code would run it."""
+    save_tiny(tmp_path, tiny_config())
+    trap = f"open({str(tmp_path / 'executed')!r}, 'w')\n"
+    for name in ("modeling_evil.py", "configuration_evil.py", "tokenization_evil.py", "__init__.py", "conftest.py"):
+        (tmp_path / name).write_text(trap)
+    config = tiny_config() | {
+        "auto_map": {"AutoConfig": "configuration_evil.E", "AutoModelForCausalLM": "modeling_evil.E"}
+    }
+    del config["architectures"]
+    llama = {**LLAMA, "auto_map": config["auto_map"]}
+    for raw, family_name in ((llama, "llama"), ({**llama, "model_type": "evil", "architectures": ["E"]}, "llama")):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert describe(tmp_path, family_name).config.num_hidden_layers == 2
+        with pytest.raises(CheckpointError):
+            open_model(tmp_path, family_name)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_who_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

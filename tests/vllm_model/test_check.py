@@ -51,9 +51,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(
-    start_engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Bench]:
+def bench(start_engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bench]:
     """A bench on one of two models; the engine of the other ends."""
     running: dict[str, Bench] = {}
 

@@ -206,7 +206,9 @@ def test_a_process_ends_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" in debug.stderr
 
 
-@pytest.mark.parametrize("command", ["serve", "inspect", "map", "convert", "plan", "generate", "check", "doctor", "profile", "bench", "demo"])
+@pytest.mark.parametrize(
+    "command", ["serve", "inspect", "map", "convert", "plan", "generate", "check", "doctor", "profile", "bench", "demo"]
+)
 def test_help_of_every_command_names_its_arguments(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, command, "--help")
     assert code == 0

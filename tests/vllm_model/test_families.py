@@ -19,6 +19,7 @@ from tiers.reference.testing.compare import LOGPROB_BUDGET
 from tiers.reference.testing.foreign import MODELS, VOCAB, foreign_logits, save_foreign, save_megatron
 from tiers.reference.testing.myllama import CONFIG, save_myllama
 from tiers.reference.testing.tiny import random_ids
+from tiers.vllm_model.compat import FAMILY
 
 pytestmark = pytest.mark.engine
 
@@ -139,4 +140,13 @@ def test_a_users_architecture_on_a_known_model_type(own: tuple[Path, Path]) -> N
     config |= {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 3, "max_position_embeddings": 512}
     (folder / "config.json").write_text(json.dumps(config))
     errors = serve_all([folder], 1, {"TIERS_FAMILIES": str(families)})
+    assert errors["model"] <= LOGPROB_BUDGET
+
+
+def test_a_family_that_only_the_command_line_names(own: tuple[Path, Path]) -> None:
+    """What `tiers serve --family FILE` does: nothing in config.json names the family, no folder of families is set."""
+    families, folder = own
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "nobody", "architectures": ["NobodyLM"]}))
+    environment = {FAMILY: str(families / "ourllama.toml"), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    errors = serve_all([folder], 1, environment, config_format="tiers")
     assert errors["model"] <= LOGPROB_BUDGET
