@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tiers.reference.config import ModelConfig
 from tiers.reference.errors import ConfigError, ServingError
 from tiers.reference.load import load_model, open_model
 from tiers.vllm_model import check_against, check_layers, check_operators, check_text, compat
-from tiers.vllm_model.check_engine import PAGE, STEP, CheckedEngine, Ran, running
+from tiers.vllm_model.check_engine import PAGE, STEP, CheckedEngine, Ran, ReferenceEngine, running
 from tiers.vllm_model.check_layers import Expected, Reference
 from tiers.vllm_model.check_record import Record
 from tiers.vllm_model.check_rows import Row, Verdict, overall
@@ -50,6 +50,7 @@ class Options:
         ranks: tensor-parallel size.
         layers: only these; None for all.
         operators: whether operators are also checked by themselves.
+        engine: whether vLLM runs the model; else our reference does, in the dtype served.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class Options:
     ranks: int = 1
     layers: tuple[int, ...] | None = None
     operators: bool = True
+    engine: bool = True
 
 
 @dataclass
@@ -117,18 +119,22 @@ def check(options: Options) -> Report:
     opened = open_model(options.folder, options.family)
     compat.name_family(options.family)
     config = opened.config
-    dtype = options.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-    choices = resolve(config, TierPlan.parse(options.plan, config), Where(compat.device_type(), PAGE, dtype))
+    dtype = options.dtype or ("bfloat16" if _device() == "cuda" else "float32")
+    choices = resolve(config, TierPlan.parse(options.plan, config), Where(_device(), PAGE, dtype))
     prompts = read_prompts(options, config)
     longest = min(config.max_position_embeddings, max(map(len, prompts)) + 2 * NEW_TOKENS + PAGE)
     reference = make_reference(options, dtype)
+    if not options.engine:
+        own = make_reference(replace(options, against="reference"), dtype)
+        return compare(options, ReferenceEngine(own.noisy), reference, prompts, choices)
     with running(options.folder, options.plan, dtype, longest, options.ranks) as engine:
         return compare(options, engine, reference, prompts, choices)
 
 
 def compare(
-    options: Options, engine: CheckedEngine, reference: Reference, prompts: list[list[int]], choices: Sequence[Choice]
-) -> Report:
+    options: Options, engine: CheckedEngine | ReferenceEngine, reference: Reference, prompts: list[list[int]],
+    choices: Sequence[Choice],
+) -> Report:  # fmt: skip
     """Compare a running engine.
 
     Args:
@@ -143,12 +149,14 @@ def compare(
     before = engine.counts()
     records = {tuple(prompt): session.alone(prompt) for prompt in prompts}
     longest = max(prompts, key=len)
-    session.prefix_hit(longest, records[tuple(longest)])
+    if options.engine:
+        session.prefix_hit(longest, records[tuple(longest)])
     if options.against == check_against.NATIVE:
         session.ask_native()
     else:
         session.together(prompts)
-    report.rows += dispatched(choices, engine.counts() - before, options.ranks)
+    if options.engine:
+        report.rows += dispatched(choices, engine.counts() - before)
     if options.operators:
         report.rows += check_operators.rows(reference.exact.config, choices, reference, torch.tensor(longest))
     report.rows = [row for row in merge(report.rows) if options.layers is None or row.layer in (None, *options.layers)]
@@ -160,7 +168,7 @@ def make_reference(options: Options, dtype: str) -> Reference:
     """The model that is compared with, in the dtype served and in a higher precision with the same weights."""
     own = options.against in ("reference", check_against.TRANSFORMERS, check_against.NATIVE)
     against, family = (options.folder, options.family) if own else (Path(options.against), None)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device()
     noisy = load_model(against, getattr(torch, dtype), device, family)
     exact = load_model(against, getattr(torch, dtype), device, family)
     precise = torch.float64 if dtype == "float32" else torch.float32
@@ -233,7 +241,7 @@ class _Session:
     """A running engine and what is found out about it."""
 
     options: Options
-    engine: CheckedEngine
+    engine: CheckedEngine | ReferenceEngine
     reference: Reference
     choices: Sequence[Choice]
     report: Report
@@ -314,7 +322,7 @@ class _Session:
             self.report.tokens = check_layers.token_errors(expected, record)
 
 
-def dispatched(choices: Sequence[Choice], counts: Any, ranks: int) -> list[Row]:
+def dispatched(choices: Sequence[Choice], counts: Any) -> list[Row]:
     """Whether what the plan chose is what ran, by counts; vLLM's own layers count nothing."""
     rows = []
     for operator in dict.fromkeys(choice.operator for choice in choices):
@@ -371,10 +379,14 @@ def _find_first(report: Report, options: Options) -> None:
 
 def _about(options: Options, dtype: str, choices: Sequence[Choice]) -> dict[str, Any]:
     return {
-        "model": str(options.folder), "against": options.against, "plan": options.plan, "dtype": dtype,
-        "device": compat.device_type(), "ranks": options.ranks, "vllm": compat.vllm_version(), "torch": torch.__version__,
+        "model": str(options.folder), "against": options.against, "plan": options.plan if options.engine else "none, without vLLM", "dtype": dtype,
+        "device": _device(), "ranks": options.ranks, "vllm": compat.vllm_version(), "torch": torch.__version__,
         "exact": "float64" if dtype == "float32" else "float32",
     }  # fmt: skip
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _say(what: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tiers.reference.errors import ServingError
+from tiers.reference.generate import generate
 from tiers.vllm_model import check_record, compat
 from tiers.vllm_model.check_record import Record
 
@@ -94,6 +95,39 @@ class _Bound:
 
     def __call__(self, model: Any) -> Any:
         return self.function(model, *self.arguments)
+
+
+class ReferenceEngine:
+    """The reference model in the place of an engine, for checks without vLLM.
+
+    Args:
+        model: in the dtype that would be served.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def run(self, prompt: Sequence[int], new_tokens: int) -> Ran:
+        """As `CheckedEngine.run`; nothing is ever cached."""
+        ids = [*prompt, *generate(self.model, prompt, new_tokens)]
+        record, logits = check_record.record_reference(self.model, torch.tensor(ids[:-1]), STEP)
+        return Ran(ids, len(prompt), record, logits.float().cpu(), 0)
+
+    def together(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[tuple[list[int], list[float]]]:
+        """As `CheckedEngine.together`, one after another."""
+        found = []
+        for prompt in prompts:
+            ran = self.run(prompt, new_tokens)
+            rows, tokens = (
+                ran.logits_TV[len(prompt) - 1 :].double().log_softmax(-1),
+                torch.tensor(ran.ids[len(prompt) :]),
+            )
+            found.append((tokens.tolist(), rows.gather(1, tokens[:, None])[:, 0].tolist()))
+        return found
+
+    def counts(self) -> Counter[tuple[str, str]]:
+        """Nothing is dispatched."""
+        return Counter()
 
 
 def merged(records: list[Record]) -> Record:

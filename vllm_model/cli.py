@@ -203,6 +203,7 @@ def _add_check(commands: Any) -> None:
     )
     check.add_argument("--layers", metavar="RANGE", help="report these layers only, e.g. 7 or 0-3")
     check.add_argument("--no-operators", action="store_true", help="leave out operators by themselves")
+    check.add_argument("--no-engine", action="store_true", help="without vLLM: the reference model in its place")
     check.add_argument("--tensor-parallel-size", type=_positive, default=1, metavar="N", help="ranks (default: 1)")
     check.add_argument(
         "--bisect",
@@ -232,7 +233,7 @@ def _check(args: argparse.Namespace, rest: list[str]) -> None:
         layers = tuple(parse_layer_range(args.layers, describe(args.model, args.family).config.num_hidden_layers))
     options = check.Options(
         args.model, args.family, args.tiers, args.against, args.dtype or "", args.prompts, args.tensor_parallel_size, layers,
-        not args.no_operators,
+        not args.no_operators, not args.no_engine,
     )  # fmt: skip
     sys.exit(check_bisect.run(options) if args.bisect else check.run(options, args.json, args.html))
 

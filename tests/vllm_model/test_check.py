@@ -234,10 +234,10 @@ def test_a_tier_that_is_not_dispatched(bench: Callable[[str], Bench]) -> None:
     found = bench("tiny")
     choices = resolve(found.config, TierPlan.parse("reference", found.config), Where("cpu", PAGE, "float32"))
     told = [replace(choice, tier=Tier.COMPILED) if choice.layer == 2 else choice for choice in choices]
-    rows = check.dispatched(told, found.engine.counts(), 1)
+    rows = check.dispatched(told, found.engine.counts())
     assert {row.what: row.verdict for row in rows} == {"attention": Verdict.FAIL, "gate": Verdict.FAIL}
     assert "the plan chose compiled, reference; ran: reference" in rows[0].note
-    assert overall(check.dispatched(choices, found.engine.counts(), 1)) is Verdict.PASS
+    assert overall(check.dispatched(choices, found.engine.counts())) is Verdict.PASS
 
 
 # ---- the other model: an engine is started for each change, so its tests stand together ------------------------------
@@ -404,3 +404,14 @@ def test_another_folder_as_the_truth(tmp_path: Path) -> None:
     report = check.check(options)
     assert_first(report, 2, "ffn")
     assert report.again.startswith(f"tiers check {folder}")
+
+
+def test_without_vllm(tmp_path: Path) -> None:
+    """The reference in the engine's place: operators by themselves, and another program as the truth."""
+    folder = tmp_path / "model"
+    save_foreign(folder, "olmo2")
+    options = check.Options(folder, dtype="float32", engine=False, against="transformers")
+    report = check.check(options)
+    assert report.verdict is Verdict.PASS, [row for row in report.rows if row.verdict is not Verdict.PASS]
+    assert {row.level for row in report.rows} >= {"layer", "model"}
+    assert not any(row.level == "dispatch" for row in report.rows)
