@@ -9,6 +9,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # Prompt log-probabilities compile a helper of 20 s on first use, even with enforce_eager.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_LOGGING_COLOR", "0")
+# Else a check would set it for every engine that comes after it in this process.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -151,7 +151,8 @@ def serving(folder: Path, log: Path, *flags: str, command: Sequence[str] = (), *
     command = [*(command or (sys.executable, "-m", "tiers.vllm_model.cli", "serve")), str(folder), *flags]
     command += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny", "--enforce-eager"]
     command += ["--dtype", "float32", "--max-model-len", "128", "--return-tokens-as-token-ids"]
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}
+    # Tests read the log, whatever a check in this process has set for its own engine.
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO", **environment}
     with log.open("w") as stream:
         process = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, env=env, cwd=log.parent, start_new_session=True

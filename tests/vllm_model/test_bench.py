@@ -312,7 +312,7 @@ def test_the_same_weights_in_a_llama_compute_the_same(tmp_path: Path) -> None:
             "layer 1 has pattern",
         ),
         ({"norm": {"kind": "layer"}}, "its norms are not those of a Llama", "layer 1 has pattern"),
-        ({"residual": "parallel"}, "", "its residuals or multipliers"),
+        ({"residual": "parallel"}, "", "its residuals, multipliers or cap on logits"),
     ],
 )
 def test_what_a_llama_cannot_express_is_said(changes: dict[str, Any], weights: str, function: str) -> None:
