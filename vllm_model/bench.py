@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +135,7 @@ def run(options: Options, out: Path | None) -> int:
         compat.name_family(options.family)
     options = _filled(options, DEFAULTS[device], config)
     engines = _engines(options, config, device) if options.engine and config is not None else []
-    work = _make_folder(out)
+    work = bench_report.make_folder(out, "bench")
     report = Report(environment(device), _shown(options))
     if options.folder is not None:
         report.environment["model"] = str(options.folder)
@@ -202,22 +201,6 @@ def _shown(options: Options) -> dict[str, Any]:
         for name, value in found.items()
         if value is not None and value is not False
     }
-
-
-def _make_folder(out: Path | None) -> Path:
-    """The folder of the report.
-
-    Raises:
-        ServingError: it holds something, or cannot be made.
-    """
-    work = out if out is not None else Path(f"bench-{datetime.now():%Y-%m-%d-%H%M%S}")
-    if work.exists() and (not work.is_dir() or any(work.iterdir())):
-        raise ServingError(f"--out is {work}, which holds something already; name another folder")
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ServingError(f"--out is {work}, which cannot be made ({error.strerror}); name another folder") from None
-    return work
 
 
 @contextmanager

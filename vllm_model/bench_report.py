@@ -8,8 +8,11 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from tiers.reference.errors import ServingError
 
 # Changes when a field changes its meaning or goes away.
 SCHEMA = "tiers-bench/1"
@@ -247,3 +250,19 @@ def text(report: Report) -> str:
     if not report.complete:
         parts.append("This report is partial: the run was broken off.")
     return "\n\n".join(parts)
+
+
+def make_folder(out: Path | None, command: str) -> Path:
+    """The folder of a report: the one that was asked for, or a new one named by the command and the time.
+
+    Raises:
+        ServingError: it holds something, or cannot be made.
+    """
+    work = out if out is not None else Path(f"{command}-{datetime.now():%Y-%m-%d-%H%M%S}")
+    if work.exists() and (not work.is_dir() or any(work.iterdir())):
+        raise ServingError(f"--out is {work}, which holds something already; name another folder")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ServingError(f"--out is {work}, which cannot be made ({error.strerror}); name another folder") from None
+    return work

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import ServingError
 from tiers.reference.load import open_model
-from tiers.vllm_model import bench_kernels, compat, profiling_memory, profiling_report
+from tiers.vllm_model import bench_kernels, bench_report, compat, profiling_memory, profiling_report
 from tiers.vllm_model.bench_environment import environment
 from tiers.vllm_model.dispatch import Where, resolve
 from tiers.vllm_model.plan import TierPlan
@@ -79,7 +78,7 @@ def run(options: Options, out: Path | None) -> int:
     compat.name_family(options.family)
     options = filled(options, device, config)
     resolve(config, TierPlan.parse(options.plan, config), Where(device, None, options.dtype))
-    work = make_folder(out)
+    work = bench_report.make_folder(out, "profile")
     report = Report({"kind": device, **environment(device)}, _shown(options))
     _profile(options, config, device, report, work)
     report.write(work / "profile.json")
@@ -115,22 +114,6 @@ def filled(options: Options, device: str, config: ModelConfig) -> Options:
 def _shown(options: Options) -> dict[str, Any]:
     found = asdict(options)
     return {"model": str(found.pop("folder")), **found}
-
-
-def make_folder(out: Path | None) -> Path:
-    """The folder of the report.
-
-    Raises:
-        ServingError: it holds something, or cannot be made.
-    """
-    work = out if out is not None else Path(f"profile-{datetime.now():%Y-%m-%d-%H%M%S}")
-    if work.exists() and (not work.is_dir() or any(work.iterdir())):
-        raise ServingError(f"--out is {work}, which holds something already; name another folder")
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ServingError(f"--out is {work}, which cannot be made ({error.strerror}); name another folder") from None
-    return work
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiers.reference.config import TopK
 from tiers.reference.model import ReferenceModel
-from tiers.reference.ops import attention
+from tiers.vllm_model.check_layers import watched
 
 # Tokens generated after each prompt.
 NEW_TOKENS = 6
@@ -75,30 +74,8 @@ def decided_rows(margin: float) -> Iterator[Callable[[], float]]:
 
     A row is clear if, in every top-k layer and head, no rejected candidate scores within `margin` of the threshold.
     """
-    original = attention.kept
-    first = float("inf")
-
-    def watching(scores: Tensor, distance: Tensor, pattern: Any, index: Tensor | None = None) -> Tensor:
-        nonlocal first
-        keep = original(scores, distance, pattern, index)
-        if isinstance(pattern, TopK) and distance.shape[1] > pattern.k:
-            ranked = scores
-            if pattern.share == "group":
-                ranked = attention.group_max(scores, index)
-            positions = torch.arange(distance.shape[1])
-            chosen = keep & ~((distance < pattern.window) | (positions < pattern.sink))
-            lowest = ranked.masked_fill(~chosen, float("inf")).amin(dim=-1)
-            highest = ranked.masked_fill(keep | (distance < 0), float("-inf")).amax(dim=-1)
-            close = ((lowest - highest) < margin).flatten(0, 1).any(dim=0).nonzero()
-            if len(close):
-                first = min(first, int(distance[int(close[0]), 0]))
-        return keep
-
-    attention.kept = watching  # type: ignore[assignment]
-    try:
-        yield lambda: first
-    finally:
-        attention.kept = original
+    with watched(margin) as close:
+        yield lambda: close.first
 
 
 def dispatch_counts(_model: Any) -> dict[str, int]:
