@@ -51,9 +51,11 @@ TILE, BLOCKS_T = 16, (512, 2048, 8192)
 FEW, MANY = (128, 4), (64, 2)
 MERGE_PARTS = 8
 
-# From how many rows on `_choose` is done in two launches; warps, candidates and list entries per step of the second.
-MANY_ROWS = 4096
-SECOND = (1, 256, 256)
+# Query rows, keys per step, warps and registers of `_scores` for prompts in 16 bits.
+PROMPT = (128, 64, 8, 128)
+
+# Kept keys of a part, whose values are added up by one program.
+KEPT_PER_PART = 256
 
 # Kept keys beyond k + sink + window that a list has room for: ties at the threshold.
 SPARE = 64
@@ -111,7 +113,7 @@ def batches_to_compile(pattern: TopK, heads: int, longest: int) -> list[tuple[in
     lengths = [1, *(TILE * size + 1 for size in BLOCKS_T if TILE * size < longest)]
     for length in (min(n, longest) for n in lengths):
         # Two tokens are as few as one for which kernel is chosen, and more than a decode step has.
-        rows = {2, TARGET_PROGRAMS // 2 // heads + 1, MANY_ROWS // heads + 1}
+        rows = {2, TARGET_PROGRAMS // 2 // heads + 1}
         batches += [(n, 1, length) for n in rows]
         batches += [(1, n, max(n, length)) for n in rows if n <= longest]
     return batches
@@ -195,13 +197,17 @@ def _run(
     width, tiles, tile = sizes.width, sizes.tiles, sizes.tile
 
     block_g = triton.next_power_of_2(group)
-    block_q = 1 if per_request == 1 else max(1, 64 // block_g)
-    block_m = max(16, block_q * block_g)
     block_d = triton.next_power_of_2(size)
-    block_s = max(tile, 64 if block_d > 128 or query_THD.element_size() == 4 else 128)
+    wide = block_d > 128 or query_THD.element_size() == 4
+    if per_request > 1 and not wide:
+        block_m, block_s, warps, registers = PROMPT
+    else:
+        block_m, block_s, warps, registers = 64, 64 if wide else 128, 4, None
+    block_q = 1 if per_request == 1 else max(1, block_m // block_g)
+    block_m, block_s = max(16, block_q * block_g), max(tile, block_s)
 
     most = pattern.k + pattern.sink + pattern.window
-    parts = max(1, min(-(-most // 256), TARGET_PROGRAMS // max(1, rows * choosers)))
+    parts = max(1, min(-(-most // KEPT_PER_PART), TARGET_PROGRAMS // max(1, rows * choosers)))
     split = parts > 1
     # What keys are ranked by: the score, or the largest of a group's scores.
     ranks, maxima, tile_ids, listed, keys, weights, slots, positions, summary, partial, stats = workspace.take(
@@ -210,7 +216,7 @@ def _run(
         ((rows, choosers, tiles), torch.float32),
         ((rows, choosers, tiles), torch.int32),
         ((rows, choosers, sizes.candidates), torch.int32),
-        ((rows, choosers, sizes.candidates), torch.int32),
+        ((rows, choosers, sizes.candidates), torch.float32),
         ((rows, choosers, 0 if by_group else sizes.kept), torch.float32),
         ((rows, choosers, sizes.kept), torch.int64),
         ((rows, choosers, sizes.kept if by_group else 0), torch.int32),
@@ -235,20 +241,20 @@ def _run(
         query_THD.stride(0), query_THD.stride(1), *cache_strides, table.stride(0), width, tiles,
         H=heads, G=group, D=size, N=page, TILE=tile, BLOCK_G=block_g, BLOCK_M=block_m, BLOCK_Q=block_q, BLOCK_S=block_s,
         BLOCK_D=block_d, SLOPES=slopes_H is not None, SOFTCAP=softcap is not None, GROUP=by_group, PRECISION=precision,
-        num_warps=4, num_stages=3, **early,
+        num_warps=warps, num_stages=3, maxnreg=registers, **early,
     )  # fmt: skip
 
     # Few sizes, so that few kernels are compiled.
     block_t = next(n for n in BLOCKS_T if n >= tiles)
     block_l = min(4096, max(512, triton.next_power_of_2(2 * pattern.k)))
-    for stages, warps, block_c, block_e in _shapes_of_choose(rows * choosers, block_t, block_l):
-        _choose[(rows, choosers)](
-            ranks, maxima, table, batch.lengths_R, batch.starts_R1, first, last, start,
-            tile_ids, listed, keys, weights, slots, positions, summary,
-            pattern.k, pattern.sink, pattern.window, width, tiles, sizes.candidates, sizes.kept, table.stride(0),
-            SINGLE=single, GROUP=by_group, N=page, TILE=tile, BLOCK_T=block_t, BLOCK_C=max(block_c, tile),
-            BLOCK_L=block_l, BLOCK_E=block_e, STAGES=stages, num_warps=warps, num_stages=1, **early,
-        )  # fmt: skip
+    warps, block_c, block_e = _shape_of_choose(rows * choosers, block_t, block_l)
+    _choose[(rows, choosers)](
+        ranks, maxima, table, batch.lengths_R, batch.starts_R1, first, last, start,
+        tile_ids, listed, keys, weights, slots, positions, summary,
+        pattern.k, pattern.sink, pattern.window, width, tiles, sizes.candidates, sizes.kept, table.stride(0),
+        SINGLE=single, GROUP=by_group, N=page, TILE=tile, BLOCK_T=block_t, BLOCK_C=max(block_c, tile),
+        BLOCK_L=block_l, BLOCK_E=block_e, num_warps=warps, num_stages=1, **early,
+    )  # fmt: skip
 
     target = partial if split else out_THD[start:]
     strides = (*cache_strides, target.stride(-3), target.stride(-2), target.stride(0) if split else 0)
@@ -276,18 +282,16 @@ def _run(
         )  # fmt: skip
 
 
-def _shapes_of_choose(rows: int, block_t: int, block_l: int) -> list[tuple[str, int, int, int]]:
-    """Launches of `_choose`: stages, warps, candidates and list entries per step; the best of those tried (docs/log.md).
+def _shape_of_choose(rows: int, block_t: int, block_l: int) -> tuple[int, int, int]:
+    """Warps of `_choose`, candidates and list entries per step; the best of those tried (docs/log.md).
 
     Few rows want an answer soon: many warps with much in flight. Many rows want many programs at a time.
     """
-    if rows > MANY_ROWS:
-        return [("first", max(1, block_t // 512), 512, 256), ("second", *SECOND)]
     if block_l > 1024:
-        return [("both", 16, 4096, 2048)]
+        return 16, 8192, 2048
     if rows > TARGET_PROGRAMS // 2:
-        return [("both", 4, 512, 256)]
-    return [("both", 8, 1024, 512)]
+        return max(2, block_t // 1024), 512, 256
+    return 8, 2048, 512
 
 
 @functools.cache
@@ -314,6 +318,12 @@ def _ordered(x):
     """Integers that compare as the floats do, NaN above everything."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _float_of(key):
+    """The float that `_ordered` made an integer of; NaN for NaN."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -450,20 +460,22 @@ def _row(lengths_ptr, starts_ptr, first_request, last_request, first_token, SING
 
 @triton.jit
 def _bound(maxima_ptr, ids_ptr, k, position, TILE: tl.constexpr, BLOCK_T: tl.constexpr):
-    """A lower bound of the k-th largest rank of a row, and how many tiles reach it; lists those tiles.
+    """A lower bound of the k-th largest rank of a row, how many tiles reach it, and the largest; lists those tiles.
 
     The search halves the range of integers between smallest and largest maximum until the tiles that reach the middle
-    are k, or up to a sixteenth more: a bound that is a little low lists a few keys more.
+    are k, so that they can be read at once; with ties they may be more.
     """
-    t = tl.arange(0, BLOCK_T)
+    # In rows of 16: places in a list are then counted within a few lanes, and for whole rows once.
+    t = tl.arange(0, BLOCK_T // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
     best = tl.load(maxima_ptr + t, mask=t * TILE <= position, other=float("-inf"))
     key = _ordered(best)
     nothing = _ordered(tl.full((), float("-inf"), tl.float32))  # a tile without candidates
     some = key > nothing
     count = tl.sum(some.to(tl.int32))
+    highest = tl.max(key)
     low = tl.min(tl.where(some, key, 2147483647)).to(tl.int64)
-    high = tl.max(key).to(tl.int64) + 1
-    while (count > k + k // 16) & (high - low > 1):
+    high = highest.to(tl.int64) + 1
+    while (count > k) & (high - low > 1):
         middle = (low + high) // 2
         reach = tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
         enough = reach >= k
@@ -473,8 +485,18 @@ def _bound(maxima_ptr, ids_ptr, k, position, TILE: tl.constexpr, BLOCK_T: tl.con
     reached = some & (key >= low.to(tl.int32))
     # Fewer than k tiles do not hold k scores as large as their maxima.
     bound = tl.where(count < k, -2147483647, low).to(tl.int32)
-    tl.store(ids_ptr + tl.cumsum(reached.to(tl.int32)) - 1, t, mask=reached)
-    return bound, count
+    place, _ = _places(reached)
+    tl.store(ids_ptr + place, t, mask=reached)
+    return bound, count, highest
+
+
+@triton.jit
+def _places(reached):
+    """Where each marked element of a matrix goes in a list of them, row by row, and how many there are."""
+    flag = reached.to(tl.int32)
+    per_row = tl.sum(flag, axis=1)
+    before = tl.cumsum(per_row, axis=0) - per_row
+    return before[:, None] + tl.cumsum(flag, axis=1) - 1, tl.sum(per_row)
 
 
 @triton.jit
@@ -494,63 +516,67 @@ def _candidates(
     """List the keys in the listed tiles whose rank reaches the bound, by position, while there is room.
 
     Returns:
-        How many there are, and the largest rank.
+        How many there are.
     """
     found = tl.full((), 0, tl.int32)
-    top = tl.full((), -2147483648, tl.int32)
+    # The integer for "everything" becomes NaN, which no score is below.
+    least = _float_of(bound)
     for begin in range(0, reached_tiles, BLOCK_C // TILE):
         i = begin + tl.arange(0, BLOCK_C // TILE)
         tile = tl.load(ids_ptr + i, mask=i < reached_tiles, other=0)
         s = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
         candidate = (i < reached_tiles)[:, None] & (s >= sink) & (s <= position - window)
-        key = _ordered(tl.load(ranks_ptr + s, mask=candidate, other=float("-inf")))
-        reached = tl.reshape(candidate & (key >= bound), (BLOCK_C,))
-        s, key = tl.reshape(s, (BLOCK_C,)), tl.reshape(key, (BLOCK_C,))
-        place = found + tl.cumsum(reached.to(tl.int32)) - 1
+        rank = tl.load(ranks_ptr + s, mask=candidate, other=float("-inf"))
+        reached = candidate & ~(rank < least)
+        place, more = _places(reached)
+        place += found
         tl.store(listed_ptr + place, s, mask=reached & (place < room))
-        tl.store(keys_ptr + place, key, mask=reached & (place < room))
-        found += tl.sum(reached.to(tl.int32))
-        top = tl.maximum(top, tl.max(tl.where(reached, key, -2147483648)))
-    return found, top
+        tl.store(keys_ptr + place, rank, mask=reached & (place < room))
+        found += more
+    return found
+
+
+@triton.jit
+def _halved(key, count, low, high, k):
+    """The k-th largest of `key`, or any integer above the one after it: what reaches either is the same.
+
+    Halves the range between `low`, which `count` >= k of them reach, and `high`, which none does.
+    """
+    low, high = low.to(tl.int64), high.to(tl.int64) + 1
+    while (count > k) & (high - low > 1):
+        middle = (low + high) // 2
+        reach = tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
+        enough = reach >= k
+        low = tl.where(enough, middle, low)
+        count = tl.where(enough, reach, count)
+        high = tl.where(enough, high, middle)
+    return low.to(tl.int32)
 
 
 @triton.jit
 def _threshold(
     keys_ptr, ranks_ptr, ids_ptr, count, room, entries, low, high, k, sink, window, position,
-    TILE: tl.constexpr, BLOCK_L: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The k-th largest candidate, or any integer above the one after it: what reaches either is the same.
-
-    Halves the range between `low`, which `count` >= k candidates reach, and `high`, which none does.
-    """
+    """As `_halved`, for candidates that are read again for every half."""
     low, high = low.to(tl.int64), high.to(tl.int64) + 1
-    if (count <= BLOCK_L) & (count <= room):
-        e = tl.arange(0, BLOCK_L)
-        key = tl.load(keys_ptr + e, mask=e < count, other=-2147483648)
-        while (count > k) & (high - low > 1):
-            middle = (low + high) // 2
-            reach = tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
-            enough = reach >= k
-            low = tl.where(enough, middle, low)
-            count = tl.where(enough, reach, count)
-            high = tl.where(enough, high, middle)
-    else:
-        listed = count <= room
-        searched = tl.where(listed, count, entries)
-        while (count > k) & (high - low > 1):
-            middle = (low + high) // 2
-            reach = tl.full((), 0, tl.int32)
-            for begin in range(0, searched, BLOCK_L):
-                e = begin + tl.arange(0, BLOCK_L)
-                if listed:
-                    key = tl.load(keys_ptr + e, mask=e < searched, other=-2147483648)
-                else:
-                    _, key = _in_tiles(ranks_ptr, ids_ptr, e, searched, sink, window, position, TILE)
-                reach += tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
-            enough = reach >= k
-            low = tl.where(enough, middle, low)
-            count = tl.where(enough, reach, count)
-            high = tl.where(enough, high, middle)
+    listed = count <= room
+    searched = tl.where(listed, count, entries)
+    while (count > k) & (high - low > 1):
+        middle = (low + high) // 2
+        reach = tl.full((), 0, tl.int32)
+        for begin in range(0, searched, BLOCK_E):
+            e = begin + tl.arange(0, BLOCK_E)
+            if listed:
+                rank = tl.load(keys_ptr + e, mask=e < searched, other=float("-inf"))
+                key = tl.where(e < searched, _ordered(rank), -2147483648)
+            else:
+                _, key = _in_tiles(ranks_ptr, ids_ptr, e, searched, sink, window, position, TILE)
+            reach += tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
+        enough = reach >= k
+        low = tl.where(enough, middle, low)
+        count = tl.where(enough, reach, count)
+        high = tl.where(enough, high, middle)
     return low.to(tl.int32)
 
 
@@ -560,15 +586,12 @@ def _choose(
     ids_ptr, listed_ptr, keys_ptr, weights_ptr, slots_ptr, positions_ptr, summary_ptr,
     k, sink, window, width, tiles, room, kept_room, stride_table,
     SINGLE: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program = one row: which keys are kept, and the slots of their values.
 
     For a head its softmax weights too; for a group the positions of the keys. The summary of a row: how many keys are
     kept, the integer that their ranks reach, largest score and sum of exponentials.
-
-    `STAGES` "both" does all at once, which is soonest done. "first" ends with the list of tiles and "second" goes on
-    from there: with many rows that is faster, as the registers of the one do not keep the other from running often.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -580,26 +603,16 @@ def _choose(
         tl.store(summary_ptr, 0)
         return
     ids_ptr += row * tiles
-    if STAGES == "second":
-        bound, reached = tl.load(summary_ptr), tl.load(summary_ptr + 1)
-    else:
-        bound, reached = _bound(maxima_ptr + row * tiles, ids_ptr, k, position, TILE, BLOCK_T)
-        if STAGES == "first":
-            tl.store(summary_ptr, bound)
-            tl.store(summary_ptr + 1, reached)
-            return
-        tl.debug_barrier()  # what other threads of the program stored is read next, here and below
+    bound, reached, highest = _bound(maxima_ptr + row * tiles, ids_ptr, k, position, TILE, BLOCK_T)
+    tl.debug_barrier()  # what other threads of the program stored is read next, here and below
     listed_ptr += row * room
     keys_ptr += row * room
     ranks_ptr += row * width
     entries = reached * TILE
-    count, highest = _candidates(
+    count = _candidates(
         ranks_ptr, ids_ptr, listed_ptr, keys_ptr, bound, reached, room, sink, window, position, TILE, BLOCK_C
     )
     tl.debug_barrier()
-    threshold = _threshold(
-        keys_ptr, ranks_ptr, ids_ptr, count, room, entries, bound, highest, k, sink, window, position, TILE, BLOCK_L
-    )
 
     # The list goes on with the sink tokens and the window; a window that reaches into the sink starts behind it.
     listed = count <= room
@@ -610,6 +623,53 @@ def _choose(
     weights_ptr += row * kept_room
     slots_ptr += row * kept_room
     positions_ptr += row * kept_room
+    table_ptr += request.to(tl.int64) * stride_table
+    if listed & (total_entries <= BLOCK_L):
+        # All at once, in registers.
+        e = tl.arange(0, BLOCK_L)
+        rank = tl.load(keys_ptr + e, mask=e < count, other=float("-inf"))
+        key = tl.where(e < count, _ordered(rank), -2147483648)
+        s = tl.load(listed_ptr + e, mask=e < count, other=0)
+        threshold = _halved(key, count, bound, highest, k)
+        s = tl.where(e < count, s, tl.where(e < count + sinks, e - count, recent + e - count - sinks))
+        keep = ((key >= threshold) | (e >= count)) & (e < total_entries)
+        block = tl.load(table_ptr + s // N, mask=keep, other=0).to(tl.int64)
+        found = tl.sum(keep.to(tl.int32))
+        place = tl.cumsum(keep.to(tl.int32)) - 1
+        fits = keep & (place < kept_room)
+        tl.store(slots_ptr + place, block * N + s % N, mask=fits)
+        if GROUP:
+            tl.store(positions_ptr + place, s, mask=fits)
+        else:
+            x = tl.load(ranks_ptr + s, mask=keep & (e >= count), other=float("-inf"))
+            x = tl.where(keep & (e < count), rank, x)
+            top = tl.max(x)
+            x = tl.exp(x - top)
+            total = tl.sum(x)
+            tl.store(weights_ptr + place, x / total, mask=fits)
+            tl.store(summary_ptr + 2, top.to(tl.int32, bitcast=True))
+            tl.store(summary_ptr + 3, total.to(tl.int32, bitcast=True))
+        tl.store(summary_ptr, found)
+        tl.store(summary_ptr + 1, threshold)
+    else:
+        _keep_in_steps(
+            ranks_ptr, table_ptr, ids_ptr, listed_ptr, keys_ptr, weights_ptr, slots_ptr, positions_ptr, summary_ptr,
+            bound, highest, count, room, entries, candidates, sinks, recent, total_entries, k, sink, window, position,
+            kept_room, GROUP, N, TILE, BLOCK_E,
+        )  # fmt: skip
+
+
+@triton.jit
+def _keep_in_steps(
+    ranks_ptr, table_ptr, ids_ptr, listed_ptr, keys_ptr, weights_ptr, slots_ptr, positions_ptr, summary_ptr,
+    bound, highest, count, room, entries, candidates, sinks, recent, total_entries, k, sink, window, position, kept_room,
+    GROUP: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The last stage of `_choose` for rows with more entries than fit into registers."""
+    listed = count <= room
+    threshold = _threshold(
+        keys_ptr, ranks_ptr, ids_ptr, count, room, entries, bound, highest, k, sink, window, position, TILE, BLOCK_E
+    )
     top = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     found = tl.full((), 0, tl.int32)
@@ -617,7 +677,7 @@ def _choose(
         e = begin + tl.arange(0, BLOCK_E)
         if listed:
             s = tl.load(listed_ptr + e, mask=e < candidates, other=0)
-            key = tl.load(keys_ptr + e, mask=e < candidates, other=2147483647)
+            key = _ordered(tl.load(keys_ptr + e, mask=e < candidates, other=float("nan")))
         else:
             s, key = _in_tiles(ranks_ptr, ids_ptr, e, candidates, sink, window, position, TILE)
             key = tl.where(e < candidates, key, 2147483647)
@@ -625,7 +685,7 @@ def _choose(
             e < candidates, s, tl.where(e < candidates + sinks, e - candidates, recent + e - candidates - sinks)
         )
         keep = (key >= threshold) & (e < total_entries)
-        block = tl.load(table_ptr + request.to(tl.int64) * stride_table + s // N, mask=keep, other=0).to(tl.int64)
+        block = tl.load(table_ptr + s // N, mask=keep, other=0).to(tl.int64)
         place = found + tl.cumsum(keep.to(tl.int32)) - 1
         fits = keep & (place < kept_room)
         tl.store(slots_ptr + place, block * N + s % N, mask=fits)
