@@ -480,3 +480,19 @@ def test_ctrl_c_keeps_the_engines_that_are_done_and_leaves_no_process_of_another
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["bench.html", "bench.json", "engine-auto-1.log", "engine-reference-1.log"]
     assert "compared with the reference model" in (tmp_path / "output").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_a_captured_call_reads_lives_as_long_as_the_graph() -> None:
+    from tiers.vllm_model.bench_kernels import _captured
+
+    def make() -> Any:
+        beforehand = torch.full((1000,), 3.0, device="cuda")
+        return lambda: beforehand * 2
+
+    replay, how = _captured(make())
+    others = [torch.zeros(1000, device="cuda") for _ in range(100)]
+    assert how == "cuda graph"
+    assert len(others) == 100
+    assert (replay() == 6).all()
