@@ -17,6 +17,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     stop: frozenset[int] = frozenset(),
+    never: Sequence[int] = (),
 ) -> Iterator[int]:
     """Yield token ids as they are chosen.
 
@@ -27,6 +28,7 @@ def generate(
         temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
         seed: of the sampling.
         stop: ids that end the text; not yielded.
+        never: ids that are not chosen, such as those that the tokenizer has no token for.
 
     Raises:
         ServingError: the prompt is empty, holds an id outside the vocabulary, or does not fit into
@@ -47,8 +49,9 @@ def generate(
     generator = torch.Generator(device).manual_seed(seed)
     cache = Cache()
     ids = torch.tensor(list(prompt), device=device)
+    passed_over = torch.tensor(list(never), dtype=torch.long, device=device)
     for _ in range(max_new_tokens):
-        logits = model(ids, cache)[-1].float()
+        logits = model(ids, cache)[-1].float().index_fill(0, passed_over, float("-inf"))
         if temperature > 0:
             ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         else:

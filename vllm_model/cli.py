@@ -388,6 +388,7 @@ def _device() -> str:
 def _generate(args: argparse.Namespace, rest: list[str]) -> None:
     import torch
 
+    from tiers.reference.analysis.vocabulary import without_token
     from tiers.reference.generate import generate
     from tiers.reference.load import load_model, open_model
     from tiers.reference.text import encode_chat, load_tokenizer, stop_ids, stream_text
@@ -409,8 +410,9 @@ def _generate(args: argparse.Namespace, rest: list[str]) -> None:
     ids = encode_chat(tokenizer, prompt) if args.chat else tokenizer.encode(prompt)
     model = load_model(args.model, getattr(torch, args.dtype), args.device, args.family)
     tokens = generate(
-        model, ids, args.max_tokens, temperature=args.temperature, seed=args.seed, stop=stop_ids(args.model, tokenizer)
-    )
+        model, ids, args.max_tokens, temperature=args.temperature, seed=args.seed,
+        stop=stop_ids(args.model, tokenizer), never=without_token(Path(args.model), model.config.vocab_size),
+    )  # fmt: skip
     for piece in stream_text(tokenizer, tokens):
         print(piece, end="", flush=True)
     print()

@@ -21,9 +21,6 @@ FILE = Path(__file__).with_name("vllm_internals.json")
 # "module:name", or a module. Everything that a file of vllm_model imports from vLLM (a test compares), and what is called
 # or read of it beyond.
 USED: tuple[str, ...] = (
-    "vllm:LLM",
-    "vllm:LLM.generate",
-    "vllm:SamplingParams",
     "vllm.compilation.decorators:support_torch_compile",
     "vllm.config:VllmConfig",
     "vllm.config:VllmConfig.additional_config",
@@ -35,6 +32,8 @@ USED: tuple[str, ...] = (
     "vllm.config:VllmConfig.parallel_config",
     "vllm.config:VllmConfig.quant_config",
     "vllm.config:VllmConfig.scheduler_config",
+    "vllm.config:VllmConfig.speculative_config",
+    "vllm.config:VllmConfig.use_v2_model_runner",
     "vllm.config:get_current_vllm_config",
     "vllm.config:get_current_vllm_config_or_none",
     "vllm.distributed:cleanup_dist_env_and_memory",
@@ -67,12 +66,9 @@ USED: tuple[str, ...] = (
     "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
     "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead.tie_weights",
     "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
-    "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER",
     "vllm.model_executor.model_loader.default_loader:DefaultModelLoader",
     "vllm.model_executor.model_loader.weight_utils:default_weight_loader",
-    "vllm.model_executor.models:ModelRegistry",
-    "vllm.model_executor.models:ModelRegistry.get_supported_archs",
-    "vllm.model_executor.models:ModelRegistry.register_model",
+    "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER",
     "vllm.model_executor.models.config:MODELS_CONFIG_MAP",
     "vllm.model_executor.models.interfaces:SupportsLoRA",
     "vllm.model_executor.models.interfaces:SupportsPP",
@@ -81,6 +77,9 @@ USED: tuple[str, ...] = (
     "vllm.model_executor.models.utils:is_pp_missing_parameter",
     "vllm.model_executor.models.utils:make_layers",
     "vllm.model_executor.models.utils:maybe_prefix",
+    "vllm.model_executor.models:ModelRegistry",
+    "vllm.model_executor.models:ModelRegistry.get_supported_archs",
+    "vllm.model_executor.models:ModelRegistry.register_model",
     "vllm.model_executor.utils:set_weight_attrs",
     "vllm.platforms:current_platform",
     "vllm.platforms:current_platform.device_type",
@@ -120,8 +119,13 @@ USED: tuple[str, ...] = (
     "vllm.v1.attention.backends.fa_utils:get_scheduler_metadata",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum",
     "vllm.v1.attention.backends.registry:register_backend",
+    "vllm.v1.sample.logits_processor:LogitsProcessor",
+    "vllm.v1.worker.gpu.sample.logits_processor:LogitsProcessor",
     "vllm.v1.worker.workspace:current_workspace_manager",
     "vllm.v1.worker.workspace:is_workspace_manager_initialized",
+    "vllm:LLM",
+    "vllm:LLM.generate",
+    "vllm:SamplingParams",
 )
 
 # Methods that vLLM calls and classes of ours define: any change of their arguments is a problem.

@@ -128,6 +128,9 @@ def check_vllm_config(vllm_config: Any) -> None:
     )
     choose_tiers(vllm_config)
     shadow.options_of(vllm_config.additional_config)
+    from tiers.vllm_model import sampling  # imports vLLM's samplers, which nobody else here needs
+
+    sampling.mask_ids_without_token(vllm_config, config.vocab_size)
     if reads_folder(vllm_config):
         folder = model_folder(vllm_config.model_config)
         for note in _logged_once(folder):

@@ -57,6 +57,16 @@ def token_ids(folder: Path) -> set[int] | None:
     return ids
 
 
+def without_token(folder: Path, vocab_size: int) -> list[int]:
+    """Ids below `vocab_size` that tokenizer.json of a folder has no token for; none if there is no such file.
+
+    Raises:
+        CheckpointError: as `token_ids`.
+    """
+    ids = token_ids(folder)
+    return [] if ids is None else [i for i in range(vocab_size) if i not in ids]
+
+
 def vocabulary(config: ModelConfig | None, found: Mapped, ids: set[int] | None) -> Vocabulary:
     """Rows of the matrices, vocab_size, and size of the tokenizer side by side."""
 
@@ -88,7 +98,7 @@ def vocabulary_problems(found: Vocabulary) -> tuple[list[str], list[str]]:
         )
     if tokens is not None and tokens < size:
         notes.append(
-            f"ids {tokens} to {size - 1} have no token in tokenizer.json, but a row of the head: the model can sample them"
+            f"ids {tokens} to {size - 1} have no token in tokenizer.json, but a row of the head: they are not sampled"
         )
     for name, rows_of in (("embedding", found.embedding_rows), ("head", found.head_rows)):
         if rows_of is not None and rows_of > size:

@@ -112,3 +112,12 @@ def test_samples_follow_the_distribution(model: ReferenceModel) -> None:
     # Five standard deviations of a count.
     deviation = (400 * probabilities * (1 - probabilities)).sqrt()
     assert ((counts - 400 * probabilities).abs()[likely] < 5 * deviation[likely] + 1).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_some_ids_are_never_chosen(model: ReferenceModel, temperature: float) -> None:
+    likely = greedy(model, PROMPT, 1)[0]
+    never = [likely, *range(100, 320)]
+    chosen = list(generate(model, PROMPT, 20, temperature=temperature, never=never))
+    assert len(chosen) == 20
+    assert not set(chosen) & set(never)

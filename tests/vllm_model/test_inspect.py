@@ -597,7 +597,7 @@ def test_the_three_numbers_of_the_vocabulary(tmp_path: Path) -> None:
         "embedding_rows": 128, "head_rows": 128, "vocab_size": 104, "tokenizer": 100, "tokens": 100,
     }  # fmt: skip
     assert "the head has 128 rows, vocab_size is 104; the last 24 rows are not used" in noted(found)
-    assert "ids 100 to 103 have no token in tokenizer.json" in noted(found)
+    assert "ids 100 to 103 have no token in tokenizer.json, but a row of the head: they are not sampled" in noted(found)
     assert row(found, "vocab_size (head rows)")["agrees"] is True
 
 
