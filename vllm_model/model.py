@@ -96,6 +96,16 @@ class HeadsNorm(nn.Module):
         return (exact * torch.rsqrt(mean + self.eps) * (self.weight.float() + self.offset)).to(x.dtype)
 
 
+class Rotary(RotaryEmbedding):
+    """vLLM's rotary kernels, but where the one for the CPU ends the process: in 16 bits it stores 16 bytes at a time, to
+    addresses that have to be multiples of 16."""
+
+    def forward_cpu(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        if query.element_size() == 2 and self.rotary_dim % 16:
+            return self.forward_native(positions, query, key)
+        return super().forward_cpu(positions, query, key)
+
+
 def make_rope(config: c.Attention, max_positions: int) -> RotaryEmbedding | None:
     """vLLM's rotary kernel on the reference's table, so that every scaling is defined in one place."""
     if not isinstance(config.position, c.Rope):
@@ -110,7 +120,7 @@ def _make_rope(
 ) -> RotaryEmbedding:
     """One layer per kind of positions: its table can be larger than the weights of a model's layer."""
     rotary, half = position.rotary_dim(head_dim), position.style == "half"
-    layer = RotaryEmbedding(head_dim, rotary, max_positions, position.theta, half, dtype, init_cache=False)
+    layer = Rotary(head_dim, rotary, max_positions, position.theta, half, dtype, init_cache=False)
     with torch.device("cpu"):
         table = rope_table(position, head_dim, max_positions)
     layer.register_buffer("cos_sin_cache", table.to(device, dtype), persistent=False)

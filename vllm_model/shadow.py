@@ -229,7 +229,7 @@ def expected(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         with watched(MARGIN[served]) as close:
             exact.append(part.run(reference, precise))
         length = int(part.tensors["lengths"])
-        decided += [position not in close.positions for position in range(length - len(exact[-1]), length)]
+        decided += [position not in close.positions() for position in range(length - len(exact[-1]), length)]
     return torch.cat(exact), noisy, torch.tensor(decided)
 
 

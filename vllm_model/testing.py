@@ -75,7 +75,7 @@ def decided_rows(margin: float) -> Iterator[Callable[[], float]]:
     A row is clear if, in every top-k layer and head, no rejected candidate scores within `margin` of the threshold.
     """
     with watched(margin) as close:
-        yield lambda: close.first
+        yield close.first
 
 
 def dispatch_counts(_model: Any) -> dict[str, int]:

@@ -225,3 +225,26 @@ def test_full_graphs_need_every_layer_of_ours_on_the_fast_tier(
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     spec = SimpleNamespace(block_size=16, dtype=torch.float32)
     assert backend.TiersMetadataBuilder.get_cudagraph_support(config, spec).name == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize("size", [40, 24, 32])
+def test_rope_of_any_head_size_on_the_cpu_in_16_bits(size: int, style: Any, dtype: torch.dtype) -> None:
+    """vLLM's kernel ends the process where half of the channels do not fill 16 bytes."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from tiers.reference.config import Rope
+    from tiers.reference.ops.rope import rope, rope_table
+    from tiers.vllm_model import model as module
+
+    position = Rope(style=style)
+    positions = torch.arange(9)
+    query, key = torch.randn(9, 3, size).to(dtype), torch.randn(9, 1, size).to(dtype)
+    table = rope_table(position, size, 16).to(dtype)
+    expected = [rope(x.float(), positions, table.float(), style) for x in (query, key)]
+    with set_current_vllm_config(VllmConfig()):
+        layer = module._make_rope.__wrapped__(position, size, 16, torch.device("cpu"), dtype)
+        actual = layer.forward_cpu(positions, query.flatten(1), key.flatten(1))
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours.view_as(theirs).float(), theirs, rtol=0.01, atol=0.02)
