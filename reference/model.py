@@ -10,17 +10,20 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tiers.reference import config as c
 from tiers.reference.ops import ffn, norm
-from tiers.reference.ops.alibi import alibi_slopes
 from tiers.reference.ops.attention import attention
+from tiers.reference.ops.bias import Bias, bias_of
 from tiers.reference.ops.knowledge_bank import knowledge_bank
 from tiers.reference.ops.knowledge_gate import knowledge_gate
 from tiers.reference.ops.rope import rope, rope_table
+from tiers.reference.ops.xpos import xpos_decay
+from tiers.reference.positions import learned, rotation
 
 # Layers with the same positions share a table: it can be larger than their weights.
 _rope_table = functools.lru_cache(maxsize=8)(rope_table)
@@ -61,12 +64,12 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    slopes_H: Tensor | None
     table_PR: Tensor
+    decay_D: Tensor | None
 
     def __init__(self, config: c.Attention, model: c.ModelConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
+        self.config, self.layer, self.max_positions = config, layer, model.max_position_embeddings
         width, size = model.hidden_size, config.head_dim
         self.q_proj = nn.Linear(width, config.num_heads * size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, config.num_kv_heads * size, bias=config.qkv_bias)
@@ -80,10 +83,25 @@ class Attention(nn.Module):
         self.head_map = None if config.head_map == "contiguous" else config.heads
         # Derived from the config, so no part of a checkpoint; on the CPU, since a meta model still knows its config.
         with torch.device("cpu"):
-            if isinstance(config.position, c.Rope):
-                table = _rope_table(config.position, size, model.max_position_embeddings)
+            self.turns = rotation(config.position)
+            if self.turns is not None:
+                table = _rope_table(self.turns, size, model.max_position_embeddings)
                 self.register_buffer("table_PR", table, persistent=False)
-            self.register_buffer("slopes_H", slopes(config), persistent=False)
+            decay = xpos_decay(config.position, size) if isinstance(config.position, c.Xpos) else None
+            self.register_buffer("decay_D", decay, persistent=False)
+        for name, shape in learned(config.position, config.num_heads).items():
+            self.register_parameter(name, nn.Parameter(torch.rand(shape)))
+        # The model, where it owns a table of positions that layers share; in a tuple, so that it is no part of this one.
+        self.owner: tuple[Any, ...] = ()
+
+    def bias(self) -> Bias | None:
+        """What distance adds to the scores of this layer, from its parameters as they are now."""
+        position, heads = self.config.position, self.config.num_heads
+        own = {name: getattr(self, name) for name in learned(position, heads)}
+        if self.owner:
+            own["t5_bias"] = self.owner[0].t5_bias
+        device = self.q_proj.weight.device
+        return bias_of(position, heads, self.config.head_dim, self.max_positions, own, device)
 
     def forward(self, x_TM: Tensor, positions_T: Tensor, cache: Cache) -> Tensor:
         size = self.config.head_dim
@@ -93,25 +111,16 @@ class Attention(nn.Module):
         query, key, value = (part.unflatten(-1, (-1, size)) for part in (query, key, value))
         if self.config.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
-        if isinstance(self.config.position, c.Rope):
-            query = rope(query, positions_T, self.table_PR, self.config.position.style)
-            key = rope(key, positions_T, self.table_PR, self.config.position.style)
+        if self.turns is not None:
+            query = rope(query, positions_T, self.table_PR, self.turns.style)
+            key = rope(key, positions_T, self.table_PR, self.turns.style)
         key, value = cache.append(self.layer, key, value)
         out_THD = attention(
             query, key, value,
             scale=self.config.softmax_scale, pattern=self.config.pattern, head_map=self.head_map,
-            slopes_H=self.slopes_H, softcap=self.config.softcap,
+            bias=self.bias(), decay_D=self.decay_D, softcap=self.config.softcap,
         )  # fmt: skip
         return self.o_proj(out_THD.flatten(1))
-
-
-def slopes(config: c.Attention) -> Tensor | None:
-    """[H] ALiBi slopes of an attention layer in float32, or None where positions are not ALiBi."""
-    if not isinstance(config.position, c.Alibi):
-        return None
-    if config.position.slopes is None:
-        return alibi_slopes(config.num_heads)
-    return torch.tensor(config.position.slopes, dtype=torch.float32)
 
 
 class Ffn(nn.Module):
@@ -193,6 +202,11 @@ class ReferenceModel(nn.Module):
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.embed_norm = Norm(config.norm, config.hidden_size) if config.embedding_norm else None
         self.layers = nn.ModuleList(Layer(layer, config, i) for i, layer in enumerate(config.layers))
+        if config.t5_table is not None:
+            self.t5_bias = nn.Parameter(torch.rand(config.t5_table))
+            for mixer in (module for module in self.modules() if isinstance(module, Attention)):
+                if isinstance(mixer.config.position, c.T5) and mixer.config.position.shared:
+                    mixer.owner = (self,)
         self.norm = Norm(config.norm, config.hidden_size)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)

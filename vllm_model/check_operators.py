@@ -76,12 +76,12 @@ def attention_rows(
     """The end of the sequence, and all of it, in a paged cache whose pages lie in disorder."""
     mixer = config.layers[number].mixer
     query, key, value = inputs[number]
-    slopes = reference_model.slopes(mixer)
-    if slopes is not None:
-        layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
-        slopes = layout.arrange(slopes, 1, dim=0, copy=True).to(query.device)
+    noisy_mixer: Any = reference.noisy.layers[number].mixer
+    bias, decay = noisy_mixer.bias(), noisy_mixer.decay_D
+    if bias is not None:
+        bias = bias.arranged(HeadLayout.of(mixer.heads, mixer.num_kv_heads))
     options: dict[str, Any] = {
-        "scale": mixer.softmax_scale, "pattern": mixer.pattern, "slopes_H": slopes, "softcap": mixer.softcap,
+        "scale": mixer.softmax_scale, "pattern": mixer.pattern, "bias": bias, "decay_D": decay, "softcap": mixer.softcap,
     }  # fmt: skip
     function = dispatch.function("paged_attention", tier)
     for case, tokens in CASES.items():
@@ -175,13 +175,16 @@ def _chosen(query: Tensor, key: Tensor, options: dict[str, Any]) -> tuple[Tensor
     pattern: TopK = options["pattern"]
     heads, kv = query.shape[1], key.shape[1]
     length = key.shape[0]
-    scores = torch.einsum("hd,shd->hs", query[0].double(), key.double().repeat_interleave(heads // kv, dim=1))
+    distance = torch.arange(length - 1, -1, -1, device=key.device)
+    keys = key.double()
+    if options["decay_D"] is not None:
+        keys = keys * torch.exp2(options["decay_D"].double() * distance[:, None])[:, None]
+    scores = torch.einsum("hd,shd->hs", query[0].double(), keys.repeat_interleave(heads // kv, dim=1))
     scores = scores * options["scale"]
     if options["softcap"] is not None:
         scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-    distance = torch.arange(length - 1, -1, -1, device=key.device)
-    if options["slopes_H"] is not None:
-        scores = scores - options["slopes_H"].double()[:, None] * distance
+    if options["bias"] is not None:
+        scores = scores + options["bias"].values(distance[None], torch.float64)[:, 0]
     ranked = scores
     if pattern.share == "group":
         ranked = scores.view(kv, -1, length).amax(1).repeat_interleave(heads // kv, dim=0)

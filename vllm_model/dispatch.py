@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from tiers.reference.config import Alibi, Attention, Dense, Layer, ModelConfig, TopK
+from tiers.reference.config import Attention, Dense, Layer, ModelConfig, TopK
 from tiers.reference.errors import PlanError
+from tiers.reference.positions import T5, Alibi, Kerple, Position, Sandwich, Xpos
 from tiers.vllm_model.plan import Tier, TierPlan
 
 # Operator of a plan -> the functions it stands for -> tier -> module. The function carries the name of its module.
@@ -120,6 +121,8 @@ def is_native(mixer: Attention, tier: Tier, where: Where) -> bool:
 def _native_misfit(mixer: Attention, where: Where) -> str | None:
     """Why vLLM's own dense attention cannot serve, or None."""
     size = mixer.head_dim
+    if _is_our_own(mixer.position):
+        return f"vLLM's own attention cannot apply {_position(mixer.position)} positions"
     if where.device == "cpu":
         if size not in CPU_HEAD_SIZES:
             return f"vLLM's CPU attention has no head size {size}"
@@ -131,6 +134,17 @@ def _native_misfit(mixer: Attention, where: Where) -> str | None:
     if where.dtype == "float32":
         return "vLLM's attention on CUDA computes float32 in tf32, which is not exact enough"
     return None if size >= 32 and size % 8 == 0 else f"head size {size} is not a multiple of 8 from 32 on"
+
+
+def _is_our_own(position: Position) -> bool:
+    """Whether positions enter the scores in a way that no attention of vLLM's knows."""
+    linear = isinstance(position, Alibi) and position.distance == "linear"
+    return isinstance(position, Xpos | Sandwich | T5 | Kerple | Alibi) and not linear
+
+
+def _position(position: Position) -> str:
+    """Positions in a word or two."""
+    return "alibi sqrt" if isinstance(position, Alibi) and position.distance == "sqrt" else position.kind
 
 
 def _fast_attention(mixer: Attention, where: Where) -> str | None:
@@ -218,4 +232,4 @@ def describe(layer: Layer, operator: str) -> str:
         "" if mixer.head_map == "contiguous" else f" {mixer.head_map if isinstance(mixer.head_map, str) else 'listed'}"
     )
     shown = f"{pattern.kind} {options}".strip()
-    return f"{shown}, {mixer.position.kind}, {mixer.num_heads} heads / {mixer.num_kv_heads} kv{grouping}"
+    return f"{shown}, {_position(mixer.position)}, {mixer.num_heads} heads / {mixer.num_kv_heads} kv{grouping}"

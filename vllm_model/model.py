@@ -39,8 +39,10 @@ from vllm.sequence import IntermediateTensors
 from tiers.reference import config as c
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import mapped
-from tiers.reference.model import slopes
+from tiers.reference.ops.bias import Bias, bias_of
 from tiers.reference.ops.rope import rope_table
+from tiers.reference.ops.xpos import xpos_decay
+from tiers.reference.positions import learned, rotation
 from tiers.vllm_model import dispatch, serving, weights
 from tiers.vllm_model.backend import TiersAttentionBackend, TiersAttentionImpl
 from tiers.vllm_model.dispatch import Choice
@@ -98,10 +100,11 @@ class HeadsNorm(nn.Module):
 
 def make_rope(config: c.Attention, max_positions: int) -> RotaryEmbedding | None:
     """vLLM's rotary kernel on the reference's table, so that every scaling is defined in one place."""
-    if not isinstance(config.position, c.Rope):
+    turns = rotation(config.position)
+    if turns is None:
         return None
     device, dtype = torch.get_default_device(), torch.get_default_dtype()
-    return _make_rope(config.position, config.head_dim, max_positions, device, dtype)
+    return _make_rope(turns, config.head_dim, max_positions, device, dtype)
 
 
 @functools.cache
@@ -131,9 +134,11 @@ class TiersAttention(nn.Module):
         self, config: c.Attention, model: c.ModelConfig, choice: Choice, vllm_config: VllmConfig, prefix: str
     ) -> None:
         super().__init__()
-        ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        ranks = get_tensor_model_parallel_world_size()
         # Contiguous groups of one size, whatever the map; the weights are rearranged to it when they load.
         layout = HeadLayout.of(config.heads, config.num_kv_heads)
+        self.config, self.layout, self.max_positions = config, layout, model.max_position_embeddings
+        self.device = torch.get_default_device()
         self.size = config.head_dim
         self.num_heads = layout.num_heads // ranks
         self.num_kv_heads = max(1, config.num_kv_heads // ranks)
@@ -156,25 +161,39 @@ class TiersAttention(nn.Module):
                 norm, self.num_kv_heads * config.head_dim, copies=max(1, ranks // config.num_kv_heads)
             )
         self.rotary = make_rope(config, model.max_position_embeddings)
-        with torch.device("cpu"):
-            all_slopes = slopes(config)
-        if all_slopes is not None:
-            # Of all heads, then cut: a rank's slopes depend on where its heads stand in the whole model.
-            all_slopes = layout.arrange(all_slopes, 1, dim=0, copy=True)[
-                rank * self.num_heads : (rank + 1) * self.num_heads
-            ]
+        for name, shape in learned(config.position, config.num_heads).items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        # The model, where it owns a table of positions that layers share; in a tuple, so that it is no part of this one.
+        self.owner: tuple[Any, ...] = ()
         ours: dict[str, Any] = {}
         if not choice.native:
+            decay = xpos_decay(config.position, config.head_dim) if isinstance(config.position, c.Xpos) else None
             ours = {
                 "attn_backend": TiersAttentionBackend, "pattern": config.pattern, "choice": choice,
                 "longest": vllm_config.model_config.max_model_len,
                 "most_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+                "bias": self.bias, "decay_D": decay,
             }  # fmt: skip
+        elif isinstance(config.position, c.Alibi):
+            slopes = self.bias()
+            assert slopes is not None
+            ours = {"alibi_slopes": slopes.factor_H.tolist()}
         self.attn = _Attention(
             self.num_heads, config.head_dim, config.softmax_scale, num_kv_heads=self.num_kv_heads,
-            alibi_slopes=None if all_slopes is None else all_slopes.tolist(), cache_config=vllm_config.cache_config,
-            quant_config=quant_config, logits_soft_cap=config.softcap, prefix=f"{prefix}.attn", **ours,
+            cache_config=vllm_config.cache_config, quant_config=quant_config, logits_soft_cap=config.softcap,
+            prefix=f"{prefix}.attn", **ours,
         )  # fmt: skip
+
+    def bias(self) -> Bias | None:
+        """What distance adds to the scores of this rank's heads, from the parameters as they are now."""
+        config = self.config
+        own = {name: getattr(self, name) for name in learned(config.position, config.num_heads)}
+        if self.owner:
+            own["t5_bias"] = self.owner[0].t5_bias
+        whole = bias_of(config.position, config.num_heads, config.head_dim, self.max_positions, own, self.device)
+        # Of all heads, then cut: a rank's bias depends on where its heads stand in the whole model.
+        first = get_tensor_model_parallel_rank() * self.num_heads
+        return None if whole is None else whole.arranged(self.layout).part(first, first + self.num_heads)
 
     def forward(self, positions: Tensor, x: Tensor) -> Tensor:
         qkv, _ = self.qkv_proj(x)
@@ -316,6 +335,8 @@ class TiersModel(nn.Module):
             self.embed_positions = nn.Embedding(rows, width) if pp.is_first_rank else PPMissingLayer()
         if model.embedding_norm:
             self.embed_norm = make_norm(model.norm, model.hidden_size) if pp.is_first_rank else PPMissingLayer()
+        if model.t5_table is not None:
+            self.t5_bias = nn.Parameter(torch.zeros(model.t5_table))
 
         def make_layer(prefix: str) -> TiersLayer:
             index = int(prefix.rpartition(".")[2])
@@ -325,6 +346,9 @@ class TiersModel(nn.Module):
         self.start_layer, self.end_layer, self.layers = make_layers(
             model.num_hidden_layers, make_layer, prefix=f"{prefix}.layers"
         )
+        for mixer in (module for module in self.modules() if isinstance(module, TiersAttention)):
+            if isinstance(mixer.config.position, c.T5) and mixer.config.position.shared:
+                mixer.owner = (self,)
         self.norm = make_norm(model.norm, model.hidden_size) if pp.is_last_rank else PPMissingLayer()
         # Later pipeline stages get no token ids from vLLM; a gate there that looks them up needs them sent along.
         self.sends_token_ids = any(layer.gate is not None and layer.gate.source == "token" for layer in model.layers)
@@ -439,4 +463,7 @@ class TiersForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
         for module in self.modules():
             if isinstance(module, KnowledgeGate):
                 module.prove()
+            # Again where weights are loaded into a running engine.
+            if isinstance(module, TiersAttention) and isinstance(module.attn.impl, TiersAttentionImpl):
+                module.attn.impl.process_weights_after_loading(torch.get_default_dtype())
         return filled

@@ -13,6 +13,7 @@ from tiers.reference.config import ModelConfig
 from tiers.reference.errors import ConfigError, ServingError
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import Description, ModelFolder, describe, describe_config, open_described
+from tiers.reference.positions import Sandwich, rotation
 from tiers.reference.weight_map import WeightMap
 from tiers.vllm_model import compat, shadow
 from tiers.vllm_model.dispatch import Choice, Where, resolve
@@ -92,7 +93,8 @@ def check_options(config: ModelConfig, options: Options) -> None:
 
 
 def _has_table(config: ModelConfig) -> bool:
-    return config.learned_positions or any(layer.mixer.position.kind == "rope" for layer in config.layers)
+    positions = [layer.mixer.position for layer in config.layers]
+    return config.learned_positions or any(rotation(p) is not None or isinstance(p, Sandwich) for p in positions)
 
 
 def _check_lora(config: ModelConfig) -> None:

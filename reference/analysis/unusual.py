@@ -5,8 +5,9 @@ from typing import Any
 
 from tiers.reference import fields
 from tiers.reference.analysis.layers import alike, in_layers, ranges
-from tiers.reference.config import Alibi, Layer, ModelConfig, Rope, TopK, Window
+from tiers.reference.config import Layer, ModelConfig, TopK, Window
 from tiers.reference.heads import HeadLayout
+from tiers.reference.positions import T5, Alibi, Kerple, Rope, Sandwich, Xpos
 
 
 def unusual(config: ModelConfig) -> list[str]:
@@ -67,18 +68,39 @@ def _positions(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
         if position.style == "interleaved":
             lines.append("rope pairs neighbouring channels (interleaved), not halves")
         if position.scaling is not None:
-            settings = ", ".join(f"{k} {_setting(v)}" for k, v in vars(position.scaling).items() if v is not None)
+            shown = {k: v for k, v in vars(position.scaling).items() if v is not None}
+            settings = ", ".join(f"{k} {_setting(v)}" for k, v in shown.items())
             lines.append(
                 f"rope is stretched: {position.scaling.kind}, {settings}; longest context {config.max_position_embeddings}"
             )
     elif isinstance(position, Alibi):
-        lines.append(f"ALiBi with {'the published' if position.slopes is None else 'its own'} slopes, no rope")
+        root = " on the square root of the distance" if position.distance == "sqrt" else ""
+        lines.append(f"ALiBi with {'the published' if position.slopes is None else 'its own'} slopes{root}, no rope")
+    elif isinstance(position, Xpos):
+        pairs = "neighbouring channels" if position.style == "interleaved" else "halves"
+        lines.append(
+            f"xpos: rope over {pairs} whose products fall with distance, gamma {position.gamma:g}, scale_base "
+            f"{position.scale_base:g}; keys are cached unscaled"
+        )
+    elif isinstance(position, Sandwich):
+        lines.append(f"sandwich positions of {position.dim or layer.mixer.head_dim} channels added to scores, no rope")
+    elif isinstance(position, T5):
+        owner = "one table for all such layers" if position.shared else "a table per layer"
+        lines.append(
+            f"a learned bias per range of distances (T5): {position.num_buckets} buckets up to {position.max_distance}, "
+            f"{owner}, no rope"
+        )
+    elif isinstance(position, Kerple):
+        whence = "learned" if position.r1 is None else "given"
+        lines.append(f"kerple: scores fall with the logarithm of the distance, r1 and r2 {whence}, no rope")
     elif not config.learned_positions:
         lines.append("no positions at all")
     return tuple(lines)
 
 
 def _setting(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"{value[0]:g} to {value[-1]:g} for {len(value)} pairs" if value else "[]"
     return f"{value:g}" if isinstance(value, float) else fields.shown(value)
 
 

@@ -112,6 +112,19 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma2 with gelu": lambda: _gemma2(hidden_activation="gelu", final_logit_softcapping=5.0),
     "gemma3": _gemma3,
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**_GROUPED, sliding_window=16)),
+    "phi3 with longrope": lambda: hf.Phi3ForCausalLM(
+        hf.Phi3Config(
+            **_GROUPED,
+            original_max_position_embeddings=8,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0 + 0.5 * i for i in range(8)],
+                "original_max_position_embeddings": 8,
+            },
+        )
+    ),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**_SIZES)),
     "gpt_neox parallel": lambda: _gpt_neox(True),
     "gpt_neox sequential": lambda: _gpt_neox(False),

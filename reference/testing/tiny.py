@@ -76,6 +76,38 @@ def alibi_config(**changes: Any) -> dict[str, Any]:
     return {**config, **changes}
 
 
+def positions_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of 9 layers with unequal head groups [4, 1, 1, 2], each with other positions and patterns."""
+    layers: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"kind": "xpos", "scale_base": 24}, {"kind": "dense"}),
+        ({"kind": "sandwich"}, {"kind": "window", "window": 12, "sink": 2}),
+        ({"kind": "t5", "num_buckets": 8, "max_distance": 20, "shared": True}, {}),
+        ({"kind": "kerple"}, {"share": "group"}),
+        ({"kind": "alibi", "distance": "sqrt"}, {"kind": "dense"}),
+        ({"kind": "rope", "style": "interleaved", "partial_rotary_factor": 0.5}, {"kind": "window", "window": 9}),
+        ({"kind": "t5", "num_buckets": 8, "max_distance": 20, "shared": True}, {"kind": "dense"}),
+        ({"kind": "none"}, {"kind": "dense"}),
+        ({"kind": "xpos", "style": "half"}, {"share": "group"}),
+    ]
+    config = tiny_config(
+        hidden_size=48,
+        num_hidden_layers=len(layers),
+        mixer={
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "head_dim": 16,
+            "head_map": [0, 0, 0, 1, 3, 2, 3, 0],
+            "pattern": {"kind": "topk", "k": 6, "sink": 1, "window": 2},
+            "position": {"kind": "t5", "num_buckets": 6, "max_distance": 30},
+        },
+        layers={
+            str(i): {"mixer": {"position": position} | ({"pattern": pattern} if pattern else {})}
+            for i, (position, pattern) in enumerate(layers)
+        },
+    )
+    return {**config, **changes}
+
+
 def tiny_model(config: dict[str, Any], seed: int = 0) -> ReferenceModel:
     """A reference model with random weights, spread widely enough that its logits are of order 10."""
     generator = torch.Generator().manual_seed(seed)
@@ -86,6 +118,10 @@ def tiny_model(config: dict[str, Any], seed: int = 0) -> ReferenceModel:
             values = 1 + 0.1 * values
         elif name.endswith("bias"):
             values = 0.1 * values
+        elif "kerple" in name:
+            values = values.abs()
+        elif name.endswith("t5_bias"):
+            pass
         elif parameter.dim() == 2 and not name.startswith("embed_tokens"):
             values = values * 1.5 * parameter.shape[1] ** -0.5
         parameter.data = values

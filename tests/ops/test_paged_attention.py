@@ -8,6 +8,7 @@ import torch
 
 from tiers.reference.config import Dense, TopK, Window
 from tiers.reference.ops.attention import Pattern, attention
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.paged_attention import Batch, paged_attention
 from tiers.reference.testing.compare import assert_close
 from tiers.reference.testing.inputs import BATCHES, PATTERNS, make_batch
@@ -37,7 +38,8 @@ def test_every_option_reaches_attention(share: Any) -> None:
         "scale": 0.4,
         "pattern": TopK(5, 1, 2, share),
         "head_map": (0, 2, 0, 1, 2, 0),
-        "slopes_H": torch.tensor([0.5, 0.25, 0.1, 0.05, 0.02, 0.01]),
+        "bias": Bias("linear", torch.tensor([0.5, 0.25, 0.1, 0.05, 0.02, 0.01])),
+        "decay_D": -torch.linspace(0.1, 0.01, 20),
         "softcap": 3.0,
     }
     actual = paged_attention(inputs.query_THD, inputs.cache_BKNC, inputs.batch, **options)

@@ -22,6 +22,7 @@ from tiers.compiled.ops.paged_attention import Piece, Setup, paged_attention
 from tiers.compiled.options import compiled
 from tiers.reference.config import Dense, TopK
 from tiers.reference.ops.attention import attention
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.paged_attention import Batch
 from tiers.reference.ops.paged_attention import paged_attention as reference
 from tiers.reference.testing.compare import assert_close, assert_within_budget
@@ -107,7 +108,7 @@ def test_a_session_compiles_twice() -> None:
 def test_slopes_softcap_and_head_maps_match_the_reference(pattern: Any, head_map: list[int] | None) -> None:
     options = {
         "scale": 0.4, "pattern": pattern, "head_map": head_map, "softcap": 3.0,
-        "slopes_H": torch.linspace(0.5, 0.1, 4),
+        "bias": Bias("linear", torch.linspace(0.5, 0.1, 4)),
     }  # fmt: skip
     compare(make_batch(BATCHES["mixed"], 16, "HND"), **options)
 
@@ -230,8 +231,8 @@ def test_rejects_wrong_arguments() -> None:
         run(inputs, **TOPK, head_map=(0, 1))
     with pytest.raises(ValueError, match="expected indices from 0 to 1"):
         run(inputs, **TOPK, head_map=(0, 1, 2, 0))
-    with pytest.raises(ValueError, match=r"slopes_H has shape \(3,\); expected \(4,\)"):
-        run(inputs, **TOPK, slopes_H=torch.ones(3))
+    with pytest.raises(ValueError, match=r"bias.factor_H has shape \(3,\); expected \(4,\)"):
+        run(inputs, **TOPK, bias=Bias("linear", torch.ones(3)))
     inputs.batch.lengths_R = torch.tensor([2])
     with pytest.raises(ValueError, match="request 0 has 2 tokens; expected at least 3"):
         paged_attention(inputs.query_THD, inputs.cache_BKNC, _batch([(3, 2)]), **TOPK)

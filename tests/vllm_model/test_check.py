@@ -250,9 +250,9 @@ def test_a_correct_model_with_alibi_passes(bench: Callable[[str], Bench]) -> Non
 def test_one_alibi_slope(bench: Callable[[str], Bench]) -> None:
     found = bench("alibi")
     impl = found.model.layers[1].mixer.attn.impl
-    wrong = impl.slopes_H.clone()
+    wrong = impl.bias.factor_H.clone()
     wrong[2] *= 1.1
-    with changed(impl, "slopes_H", wrong):
+    with changed(impl, "bias", replace(impl.bias, factor_H=wrong)):
         assert_first(found.check(), 1, "attention")
 
 

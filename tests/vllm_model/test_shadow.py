@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tiers.reference.config import Dense, TopK, Window
 from tiers.reference.errors import ConfigError
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.knowledge_bank import knowledge_bank
 from tiers.reference.ops.knowledge_gate import knowledge_gate
 from tiers.reference.ops.paged_attention import Batch, paged_attention
@@ -88,7 +89,7 @@ def batch_of_three() -> tuple[Tensor, Tensor, Batch]:
 
 
 def attention_options(pattern: Any) -> dict[str, Any]:
-    return {"scale": 0.3, "pattern": pattern, "slopes_H": None, "softcap": None}
+    return {"scale": 0.3, "pattern": pattern, "bias": None, "decay_D": None, "softcap": None}
 
 
 @pytest.mark.parametrize("pattern", [Dense(), Window(9, 1), TopK(4, 1, 2), TopK(4, 0, 0, "group")], ids=str)
@@ -250,7 +251,7 @@ def test_a_planted_wrong_gate_is_dumped_and_replayed(
 def test_dumps_are_few_and_private(new_step: Callable[..., None], tmp_path: Path, logged: list[str]) -> None:
     made, members = make_shadow(dumps=tmp_path, a3=Tier.FAST)
     query, cache, batch = batch_of_three()
-    options = attention_options(Dense()) | {"slopes_H": torch.rand(HEADS)}
+    options = attention_options(Dense()) | {"bias": Bias("linear", torch.rand(HEADS))}
     output = paged_attention(query, cache, batch, **options) * 1.01
     for _ in range(shadow.MAX_DUMPS + 3):
         new_step()
