@@ -134,9 +134,11 @@ def paged_attention(
             blocks_P = batch.block_table_RP[piece.request, : setup.blocks(piece.length)]
             # Blocks beyond the context stand behind every query; any that exists will do.
             wanted = max(len(blocks_P), setup.least_blocks)
-            if decay_D is not None:
-                wanted = -(-wanted // setup.tile_blocks) * setup.tile_blocks
+            if decay_D is not None:  # whole tiles, and never one alone
+                wanted = max(2, -(-wanted // setup.tile_blocks)) * setup.tile_blocks
             blocks_P = torch.cat((blocks_P, blocks_P[:1].expand(wanted - len(blocks_P))))
+            if decay_D is not None:
+                blocks_P = blocks_P.view(-1, setup.tile_blocks)
             positions_T = torch.arange(piece.length - (piece.stop - piece.start), piece.length, device=query_THD.device)
             varying = _varying(query_THD[part].clone(), cache_BKNC, blocks_P, positions_T.int())
             out_THD[part] = prefill(*varying, kv_H, *added)
@@ -259,7 +261,8 @@ def _prefill(
     setup: Setup,
 ) -> Tensor:
     """The queries stand at ascending positions of one context, which consists of the blocks."""
-    size = setup.size
+    size, tiles = setup.size, blocks_P.shape[0]
+    blocks_P = blocks_P.flatten()  # with xPos they come by tiles
     exact = _exact(query_THD)
     # A head map is done with a copy of keys and values for each query head.
     both_PKNC = cache_BKNC[blocks_P] if kv_H is None else cache_BKNC[blocks_P[:, None], kv_H]
@@ -273,7 +276,7 @@ def _prefill(
         scores_HTL = rearrange(query_KMD @ key_KLD.mT, "kv (g t) l -> (kv g) t l", g=g)
     else:
         scores_HTL = rearrange(
-            _decayed(query_KMD, key_KLD, positions_T.repeat(g), decay_D.to(exact), setup),
+            _decayed(query_KMD, key_KLD, positions_T.repeat(g), decay_D.to(exact), tiles),
             "kv (g t) l -> (kv g) t l",
             g=g,
         )
@@ -283,12 +286,12 @@ def _prefill(
     return (out_THD / rearrange(_sum(weights_HTL, -1), "h t -> t h 1")).to(query_THD.dtype)
 
 
-def _decayed(query_KMD: Tensor, key_KLD: Tensor, positions_M: Tensor, decay_D: Tensor, setup: Setup) -> Tensor:
+def _decayed(query_KMD: Tensor, key_KLD: Tensor, positions_M: Tensor, decay_D: Tensor, tiles: int) -> Tensor:
     """[KV, M, L] products of xPos, as `decayed_products` of the reference makes them, all tiles at once."""
-    tile = setup.tile_blocks * setup.page
-    key_KXSD = rearrange(key_KLD, "kv (x s) d -> kv x s d", s=tile)
+    key_KXSD = rearrange(key_KLD, "kv (x s) d -> kv x s d", x=tiles)
+    tile = key_KXSD.shape[2]
     before_S = tile - 1 - torch.arange(tile, device=key_KLD.device)
-    anchor_X = torch.arange(key_KXSD.shape[1], device=key_KLD.device) * tile + (tile - 1)
+    anchor_X = torch.arange(tiles, device=key_KLD.device) * tile + (tile - 1)
     # Queries before a tile see none of it.
     beyond_XM = (positions_M - anchor_X[:, None]).clamp(min=-tile)
     scaled_KXSD = key_KXSD * torch.exp2(decay_D * before_S[:, None])

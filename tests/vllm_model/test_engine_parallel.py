@@ -106,6 +106,21 @@ def test_the_compiled_tier_inside_what_vllm_compiles_matches_reference(tmp_path:
     assert set(counts) == {"attention compiled", "gate compiled"}
 
 
+def test_the_compiled_tier_serves_other_positions(tmp_path: Path) -> None:
+    """auto takes it, as no attention of vLLM's knows them, dense or not."""
+    layers = {
+        "0": {"mixer": {"position": {"kind": "xpos", "scale_base": 24}, "pattern": {"kind": "dense"}}},
+        "1": {"mixer": {"position": {"kind": "t5", "num_buckets": 8, "max_distance": 20, "shared": True}}},
+    }
+    mixer = {**tiny_config()["mixer"], "head_dim": 32}
+    folder = save_tiny(tmp_path / "model", tiny_config(mixer=mixer, num_hidden_layers=2, layers=layers))
+    options = {"enforce_eager": True, "block_size": 32, "additional_config": {"tiers": "auto"}}
+    result = run_process(folder, {"TORCHDYNAMO_DISABLE": "0"}, **options)
+    assert result["error"] <= LOGPROB_BUDGET
+    (counts,) = result["counts"]
+    assert set(counts) == {"attention compiled"}
+
+
 def test_auto_on_the_cpu_is_the_compiled_tier_unless_vllm_has_a_kernel(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", small_config())
     options = {"enforce_eager": True, "block_size": 32, "additional_config": {"tiers": "auto"}}
