@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tiers.reference.config import Dense, Dynamic, Linear, Llama3, ModelConfig, Rope, Swiglu, Yarn
+from tiers.reference.config import Dense, Linear, Llama3, ModelConfig, Rope, Swiglu, Yarn
 from tiers.reference.errors import ServingError
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import open_model, weights
@@ -123,12 +123,12 @@ def _other_function(config: ModelConfig) -> Iterator[str]:
 
 
 def _is_rotary(position: object) -> bool:
-    """As a Llama has it. The dynamic scaling is fixed in ours and grows with a request in transformers."""
+    """As a Llama has it. The others change with a request in transformers, or are not known there."""
     return (
         isinstance(position, Rope)
         and position.style == "half"
         and position.partial_rotary_factor == 1
-        and not isinstance(position.scaling, Dynamic)
+        and isinstance(position.scaling, Linear | Llama3 | Yarn | None)
     )
 
 

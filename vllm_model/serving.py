@@ -13,7 +13,7 @@ from tiers.reference.config import ModelConfig
 from tiers.reference.errors import ConfigError, ServingError
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import Description, ModelFolder, describe, describe_config, open_described
-from tiers.reference.positions import Sandwich, rotation
+from tiers.reference.positions import LongRope, Sandwich, rotation
 from tiers.reference.weight_map import WeightMap
 from tiers.vllm_model import compat, shadow
 from tiers.vllm_model.dispatch import Choice, Where, resolve
@@ -97,6 +97,19 @@ def _has_table(config: ModelConfig) -> bool:
     return config.learned_positions or any(rotation(p) is not None or isinstance(p, Sandwich) for p in positions)
 
 
+def _longrope_notes(config: ModelConfig, max_model_len: int) -> list[str]:
+    """Where vLLM's own classes would take other factors than config.json calls for."""
+    scalings = {getattr(layer.mixer.position, "scaling", None) for layer in config.layers}
+    return [
+        f"--max-model-len is {max_model_len}, at most the original length {s.original_max_position_embeddings} of longrope, but "
+        f"max_position_embeddings is {config.max_position_embeddings}, so that the long factors are used. For the short ones, as "
+        'vLLM\'s own classes would take here, set use to "short" in its scaling'
+        for s in scalings
+        if isinstance(s, LongRope) and s.use == "auto"
+        if max_model_len <= s.original_max_position_embeddings < config.max_position_embeddings
+    ]
+
+
 def _check_lora(config: ModelConfig) -> None:
     for index, layer in enumerate(config.layers):
         if not HeadLayout.of(layer.mixer.heads, layer.mixer.num_kv_heads).is_identity:
@@ -128,6 +141,8 @@ def check_vllm_config(vllm_config: Any) -> None:
             enforce_eager=vllm_config.model_config.enforce_eager,
         ),
     )
+    for note in _longrope_notes(config, vllm_config.model_config.max_model_len):
+        logger.warning("%s", note)
     choose_tiers(vllm_config)
     shadow.options_of(vllm_config.additional_config)
     if reads_folder(vllm_config):

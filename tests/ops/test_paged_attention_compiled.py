@@ -162,7 +162,7 @@ def test_xpos_is_exact_behind_128k_tokens(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "compiled", lambda function, variant, **fixed: partial(function, **fixed))
     for dtype in (torch.float16, torch.bfloat16):
         inputs = make_batch([(3, 2**17)], 128, "HND", 1, 1, 16, dtype)
-        options = {"scale": 0.25, "pattern": Dense(), "decay_D": xpos_decay(Xpos(), 16)}
+        options = {"scale": 1.0, "pattern": Dense(), "decay_D": xpos_decay(Xpos(), 16)}
         exact = reference(inputs.query_THD[:3].double(), inputs.cache_BKNC.double(), inputs.batch, **options)
         assert_within_budget(run(inputs, **options)[:3], expect(inputs, **options)[:3], exact)
 

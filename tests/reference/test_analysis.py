@@ -32,7 +32,7 @@ from tiers.reference.errors import CheckpointError
 from tiers.reference.family import OURS, find_family, read_family, shipped
 from tiers.reference.load import open_model
 from tiers.reference.testing.foreign import foreign_model
-from tiers.reference.testing.tiny import alibi_config, save_tiny, tiny_config, tiny_model
+from tiers.reference.testing.tiny import alibi_config, positions_config, save_tiny, tiny_config, tiny_model
 from tiers.reference.weight_map import WeightMap
 
 FAMILIES = {family.name: family for family in (OURS, *shipped())}
@@ -282,12 +282,12 @@ def test_a_plain_model_is_not_unusual() -> None:
 # ---- sizes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("raw", [tiny_config(), alibi_config()], ids=["tiny", "alibi"])
+@pytest.mark.parametrize("raw", [tiny_config(), alibi_config(), positions_config()], ids=["tiny", "alibi", "positions"])
 def test_parameters_are_those_of_the_model(raw: dict[str, Any]) -> None:
     found = sizes(ModelConfig.from_dict(raw))
     model = tiny_model(raw)
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert found.head == (0 if raw.get("tie_word_embeddings") else 320 * 64)
+    assert found.head == (0 if raw.get("tie_word_embeddings") else 320 * raw["hidden_size"])
     for size in found.layers:
         layer = model.layers[int(size.layers.partition("-")[0])]
         assert size.parameters == sum(parameter.numel() for parameter in layer.parameters())

@@ -18,7 +18,7 @@ from tiers.reference.config import Attention, Dense, ModelConfig, NoPosition, To
 from tiers.reference.errors import ServingError
 from tiers.reference.load import load_model
 from tiers.reference.ops.paged_attention import paged_attention
-from tiers.reference.testing.tiny import random_ids, save_tiny, tiny_config
+from tiers.reference.testing.tiny import positions_config, random_ids, save_tiny, tiny_config
 from tiers.vllm_model import bench, bench_cases, bench_engine, bench_html, bench_kernels, bench_llama, cli, dispatch
 from tiers.vllm_model.bench_cases import AttentionCase, Limits, Machine
 from tiers.vllm_model.bench_report import EngineResult, KernelResult, Report, Spread
@@ -173,6 +173,19 @@ def test_a_model_gives_its_own_kinds_of_attention_and_gates() -> None:
     mixers = bench_cases.model_mixers(config)
     assert [mixer.pattern.kind for mixer in mixers] == ["dense", "window", "topk", "topk"]
     assert {mixer.head_map for mixer in mixers} == {"contiguous"}  # as they run inside vLLM
+
+
+def test_positions_of_a_model_are_timed_as_part_of_attention() -> None:
+    mixers = bench_cases.model_mixers(ModelConfig.from_dict(positions_config()))
+    kinds = [mixer.position.kind for mixer in mixers]
+    assert kinds == ["xpos", "sandwich", "t5", "kerple", "alibi", "none", "t5", "none", "xpos"]
+    # Two ways to compute the same, on what the case draws for what is learned.
+    for mixer in mixers:
+        case = AttentionCase(mixer, 2, 50, 3)
+        inputs = case.inputs(MACHINE)
+        exact = case.exact(inputs, MACHINE)
+        actual = case.call(Tier.REFERENCE, inputs, MACHINE)()[exact.rows]
+        assert ((actual - exact.best).abs() < 1e-5)[exact.compared].all()
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from tiers.reference.analysis.tensor_parallel import VOCAB_PADDING, padded, tens
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import ServingError
 from tiers.reference.testing.tiny import alibi_config, tiny_config
+from tiers.vllm_model import serving
 from tiers.vllm_model.serving import Options, check_options
 
 TINY = ModelConfig.from_dict(tiny_config())
@@ -36,6 +37,22 @@ def assert_refused(config: ModelConfig, options: Options, *parts: str) -> None:
         check_options(config, options)
     for part in parts:
         assert part in str(caught.value), f"{part!r} is not in {caught.value}"
+
+
+def test_factors_of_longrope_that_vllm_would_choose_otherwise_are_named() -> None:
+    scaling: dict[str, Any] = {
+        "kind": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+
+    def notes(max_model_len: int, **changes: Any) -> list[str]:
+        position = {"kind": "rope", "scaling": {**scaling, **changes}}
+        config = ModelConfig.from_dict(tiny_config(mixer={**tiny_config()["mixer"], "position": position}))
+        return serving._longrope_notes(config, max_model_len)
+
+    (note,) = notes(64)
+    assert "--max-model-len is 64, at most the original length 64" in note
+    assert "the long factors are used" in note
+    assert notes(65) == notes(64, use="short") == notes(64, original_max_position_embeddings=512) == []
 
 
 @pytest.mark.parametrize("config", [TINY, UNEQUAL], ids=["tiny", "alibi"])
