@@ -273,7 +273,7 @@ class Sandwich:
 
     def __post_init__(self) -> None:
         positive(dim=self.dim)
-        at_most(MAX_SIZE, dim=self.dim)
+        at_most(2**16, dim=self.dim)
         if self.dim is not None and self.dim % 2:
             raise ConfigError(f"dim is {self.dim}; expected an even number, since sinusoidal positions come in pairs")
 

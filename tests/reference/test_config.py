@@ -370,6 +370,7 @@ def test_a_long_value_is_cut_in_the_message() -> None:
         ("mixer.position", {"kind": "xpos", "gamma": 0}, ["gamma is 0", "above 0"]),
         ("mixer.position", {"kind": "xpos", "scaling": None}, ["position of kind xpos: unknown key 'scaling'"]),
         ("mixer.position", {"kind": "sandwich", "dim": 7}, ["dim is 7", "an even number"]),
+        ("mixer.position", {"kind": "sandwich", "dim": 2**17}, ["dim is 131072", "at most 65536"]),
         ("mixer.position", {"kind": "t5", "num_buckets": 1}, ["num_buckets is 1", "at least 2"]),
         ("mixer.position", {"kind": "t5", "max_distance": 16}, ["max_distance is 16 and num_buckets 32", "above 16"]),
         ("mixer.position", {"kind": "t5", "max_distance": 2**25}, ["max_distance is 33554432", "at most 16777216"]),
