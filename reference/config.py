@@ -35,6 +35,8 @@ HF_KEYS = frozenset(
 MAX_LAYERS = 1024
 _MAX_OVERRIDDEN = 16 * MAX_LAYERS
 _MAX_HEADS, _MAX_HEAD_DIM, _MAX_SIZE = 4096, 2**16, 2**24
+# Every expert has tensors of its own, and listing those of all layers takes time.
+_MAX_EXPERTS = 1024
 # Elements of a rotary table, positions times channels; it is the only thing whose size no weight confirms.
 _MAX_TABLE = 2**31
 
@@ -319,6 +321,60 @@ class Gelu:
 
 
 @dataclass(frozen=True)
+class Moe:
+    """Experts, of which every token uses `top_k`; see ops/moe.py for the formulas.
+
+    With `groups` above 1 only experts of the best `top_groups` groups are chosen from. A group scores as its best expert
+    ("max") or as the sum of its best two ("top2"). Shared experts, which every token uses, are one ffn of
+    `shared_intermediate_size`; with `shared_gate` each token scales what it takes of it by a sigmoid.
+    """
+
+    kind: ClassVar[str] = "moe"
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    correction_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    routed_scaling_factor: float = 1.0
+    shared_intermediate_size: int | None = None
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(num_experts=self.num_experts, top_k=self.top_k, intermediate_size=self.intermediate_size)
+        _positive(groups=self.groups, top_groups=self.top_groups, routed_scaling_factor=self.routed_scaling_factor)
+        _positive(shared_intermediate_size=self.shared_intermediate_size)
+        _at_most(_MAX_EXPERTS, num_experts=self.num_experts)
+        _at_most(_MAX_SIZE, intermediate_size=self.intermediate_size)
+        _at_most(_MAX_SIZE, shared_intermediate_size=self.shared_intermediate_size)
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"top_k is {self.top_k}; expected at most num_experts = {self.num_experts}")
+        if self.num_experts % self.groups:
+            raise ConfigError(
+                f"num_experts is {self.num_experts} and groups is {self.groups}; expected groups of one size, so a multiple "
+                f"of {self.groups} experts"
+            )
+        if self.top_groups > self.groups:
+            raise ConfigError(f"top_groups is {self.top_groups}; expected at most groups = {self.groups}")
+        reachable = self.num_experts // self.groups * self.top_groups
+        if self.top_k > reachable:
+            raise ConfigError(
+                f"top_k is {self.top_k}, but {self.top_groups} of {self.groups} groups hold {reachable} experts; expected at "
+                "most that"
+            )
+        if self.group_score == "top2" and self.num_experts // self.groups < 2:
+            raise ConfigError(
+                f"group_score is top2, but a group has {self.num_experts // self.groups} expert; expected groups of 2 or more"
+            )
+        if self.shared_gate and self.shared_intermediate_size is None:
+            raise ConfigError("shared_gate is true, but there are no shared experts; set shared_intermediate_size")
+
+
+@dataclass(frozen=True)
 class Gate:
     """A knowledge gate after the ffn; see ops/knowledge_gate.py for the formulas.
 
@@ -345,13 +401,14 @@ class Gate:
 @dataclass(frozen=True)
 class Layer:
     mixer: Attention
-    ffn: Swiglu | Geglu | Gelu
+    ffn: Swiglu | Geglu | Gelu | Moe
     gate: Gate | None = None
 
     @property
     def operators(self) -> tuple[str, ...]:
         """The operators of this layer that a tier is chosen for."""
-        return ("attention", "gate") if self.gate else ("attention",)
+        has = {"attention": True, "moe": isinstance(self.ffn, Moe), "gate": self.gate is not None}
+        return tuple(operator for operator, here in has.items() if here)
 
 
 @dataclass(frozen=True)

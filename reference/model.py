@@ -20,6 +20,7 @@ from tiers.reference.ops.alibi import alibi_slopes
 from tiers.reference.ops.attention import attention
 from tiers.reference.ops.knowledge_bank import knowledge_bank
 from tiers.reference.ops.knowledge_gate import knowledge_gate
+from tiers.reference.ops.moe import moe
 from tiers.reference.ops.rope import rope, rope_table
 
 # Layers with the same positions share a table: it can be larger than their weights.
@@ -134,6 +135,54 @@ class Ffn(nn.Module):
         return ffn.swiglu(x_TM, *six)
 
 
+class Expert(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+
+class MoeFfn(nn.Module):
+    def __init__(self, config: c.Moe, width: int) -> None:
+        super().__init__()
+        self.config = config
+        self.router = nn.Linear(width, config.num_experts, bias=False)
+        self.correction_bias = nn.Parameter(torch.zeros(config.num_experts)) if config.correction_bias else None
+        self.experts = nn.ModuleList(Expert(width, config.intermediate_size) for _ in range(config.num_experts))
+        shared = config.shared_intermediate_size
+        self.shared = Expert(width, shared) if shared is not None else None
+        self.shared_gate = nn.Linear(width, 1, bias=False) if config.shared_gate else None
+
+    def logits(self, x_TM: Tensor) -> Tensor:
+        """[T, E] float32: 16 bits would make ties of experts, and another choice, out of rounding."""
+        exact = torch.float64 if x_TM.dtype == torch.float64 else torch.float32
+        return nn.functional.linear(x_TM.to(exact), self.router.weight.to(exact))
+
+    def matrices(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """gate, up and down of each expert."""
+        gate, up, down = (
+            [getattr(e, name).weight for e in self.experts] for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        return gate, up, down
+
+    def forward(self, x_TM: Tensor) -> Tensor:
+        logits_TE = self.logits(x_TM)
+        correction = None if self.correction_bias is None else self.correction_bias.to(logits_TE.dtype)
+        out_TM = moe(x_TM, logits_TE, correction, *self.matrices(), self.config)
+        if self.shared is None:
+            return out_TM
+        three = (self.shared.gate_proj.weight, self.shared.up_proj.weight, self.shared.down_proj.weight)
+        if self.config.activation == "silu":
+            shared_TM = ffn.swiglu(x_TM, *three)
+        else:
+            approximate = "tanh" if self.config.activation == "gelu_tanh" else "none"
+            shared_TM = ffn.geglu(x_TM, *three, approximate=approximate)
+        if self.shared_gate is not None:
+            shared_TM = torch.sigmoid(self.shared_gate(x_TM)) * shared_TM
+        return out_TM + shared_TM
+
+
 class Gate(nn.Module):
     def __init__(self, config: c.Gate, model: c.ModelConfig) -> None:
         super().__init__()
@@ -166,7 +215,8 @@ class Layer(nn.Module):
         self.mixer = Attention(config.mixer, model, index)
         self.mixer_post_norm = Norm(model.norm, model.hidden_size) if after else nn.Identity()
         self.ffn_norm = Norm(model.norm, model.hidden_size) if before else nn.Identity()
-        self.ffn = Ffn(config.ffn, model.hidden_size)
+        width = model.hidden_size
+        self.ffn = MoeFfn(config.ffn, width) if isinstance(config.ffn, c.Moe) else Ffn(config.ffn, width)
         self.ffn_post_norm = Norm(model.norm, model.hidden_size) if after else nn.Identity()
         self.gate = Gate(config.gate, model) if config.gate else None
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiers.reference.config import TopK
+from tiers.reference.config import Moe, TopK
 from tiers.reference.model import Cache, ReferenceModel
-from tiers.reference.ops import attention
+from tiers.reference.ops import attention, moe
 from tiers.vllm_model.check_record import Record, record_reference
 from tiers.vllm_model.check_rows import Row, Verdict, errors, judge
 
@@ -26,7 +26,7 @@ LOGPROB_SLACK = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 @dataclass
 class Close:
-    """Positions at which a layer chose between keys that score nearly the same."""
+    """Positions at which a layer chose between keys, or experts, that score nearly the same."""
 
     positions: set[int] = field(default_factory=set)
 
@@ -42,9 +42,13 @@ class Close:
 
 @contextmanager
 def watched(margin: float) -> Iterator[Close]:
-    """Watch the reference choose keys while the block runs."""
-    original = attention.kept
+    """Watch the reference choose keys, and experts, of whole sequences while the block runs."""
+    original, original_route = attention.kept, moe.route
     close = Close()
+
+    def watching_route(logits: Tensor, correction: Tensor | None, routing: Moe) -> tuple[Tensor, Tensor]:
+        close.positions |= set((routing_gap(logits, correction, routing) < margin).nonzero()[:, 0].tolist())
+        return original_route(logits, correction, routing)
 
     def watching(scores: Tensor, distance: Tensor, pattern: attention.Pattern, index: Tensor | None = None) -> Tensor:
         keep = original(scores, distance, pattern, index)
@@ -58,11 +62,43 @@ def watched(margin: float) -> Iterator[Close]:
             close.positions |= {int(distance[row, 0]) for row in rows}
         return keep
 
-    attention.kept = watching  # type: ignore[assignment]
+    attention.kept, moe.route = watching, watching_route  # type: ignore[assignment]
     try:
         yield close
     finally:
-        attention.kept = original
+        attention.kept, moe.route = original, original_route
+
+
+def routing_gap(logits_TE: Tensor, correction_E: Tensor | None, routing: Moe) -> Tensor:
+    """[T] how far the choice of experts is from another one: of experts, and of groups, chosen and left out.
+
+    In units of a logit where those alone decide, else as a share of the largest score.
+    """
+    scores_TE = logits_TE.softmax(dim=-1) if routing.score == "softmax" else logits_TE.sigmoid()
+    plain = correction_E is None and routing.score == "softmax"
+    unit_T1 = scores_TE.amax(dim=-1, keepdim=True)
+    ranked_TE = scores_TE if correction_E is None else scores_TE + correction_E
+    gaps = []
+    allowed_TE = torch.ones_like(ranked_TE, dtype=torch.bool)
+    if routing.groups > 1:
+        groups = ranked_TE.unflatten(-1, (routing.groups, -1))
+        best = groups.topk(2 if routing.group_score == "top2" else 1, dim=-1).values.sum(dim=-1)
+        gaps.append(_gap(best / unit_T1, routing.top_groups))
+        chosen = torch.zeros_like(best, dtype=torch.bool).scatter(
+            -1, best.topk(routing.top_groups, dim=-1).indices, True
+        )
+        allowed_TE = chosen.repeat_interleave(groups.shape[-1], dim=-1)
+    by = logits_TE if plain else ranked_TE / unit_T1
+    gaps.append(_gap(by.masked_fill(~allowed_TE, float("-inf")), routing.top_k))
+    return torch.stack(gaps).amin(dim=0)
+
+
+def _gap(values: Tensor, k: int) -> Tensor:
+    """Between the k-th largest of each row and the next; infinity where there is no next."""
+    if k >= values.shape[-1]:
+        return torch.full_like(values[:, 0], float("inf"))
+    best = values.topk(k + 1, dim=-1).values
+    return best[:, k - 1] - best[:, k]
 
 
 @dataclass

@@ -36,15 +36,16 @@ def rows(config: ModelConfig, choices: Sequence[Choice], reference: Reference, i
     seen: set[Any] = set()
     for choice in choices:
         layer = config.layers[choice.layer]
-        kind = (choice.operator, layer.mixer if choice.operator == "attention" else layer.gate)
+        kind = (choice.operator, {"attention": layer.mixer, "moe": layer.ffn, "gate": layer.gate}[choice.operator])
         if kind in seen:
             continue
         seen.add(kind)
         for tier in choice.tiers:
-            # Dense attention of the fast tier is vLLM's own, which only an engine runs.
-            if tier is Tier.REFERENCE or (choice.native and tier is choice.tier):
+            # Dense attention and experts of the fast tier are vLLM's own, which only an engine runs.
+            native = choice.operator == "moe" and tier is Tier.FAST
+            if tier is Tier.REFERENCE or native or (choice.native and tier is choice.tier):
                 continue
-            guarded = attention_rows if choice.operator == "attention" else gate_rows
+            guarded = {"attention": attention_rows, "moe": moe_rows, "gate": gate_rows}[choice.operator]
             found += guarded(choice.layer, tier, config, reference, inputs, ids_T)
     return found
 
@@ -224,3 +225,29 @@ def gate_rows(
         row, lambda: function(hidden, knowledge, weight, bias, mode), exact.cpu(),
         call(hidden, knowledge, weight, bias, mode).cpu(), None,
     )  # fmt: skip
+
+
+def moe_rows(
+    number: int, tier: Tier, config: ModelConfig, reference: Reference, inputs: Any, ids_T: Tensor
+) -> Iterator[Row]:
+    """The experts on what the ffn of the sequence reads, by the same scores."""
+    device = reference.noisy.embed_tokens.weight.device
+    record, _ = record_reference(reference.noisy, ids_T.to(device))
+    hidden = record.tensors[number, "ffn in"].to(device)
+    ffn: Any = reference.noisy.layers[number].ffn
+    matrices = ffn.matrices()
+    with torch.inference_mode():
+        logits = ffn.logits(hidden)
+        correction = None if ffn.correction_bias is None else ffn.correction_bias.to(logits.dtype)
+        call = dispatch.function("moe", Tier.REFERENCE)
+        # The router is in float32 in every tier, so what it says is given.
+        exact = call(
+            hidden.to(reference.precise), logits, correction,
+            *([m.to(reference.precise) for m in ms] for ms in matrices), ffn.config,
+        )  # fmt: skip
+        noisy = call(hidden, logits, correction, *matrices, ffn.config)
+    function = dispatch.function("moe", tier)
+    row = Row("operator", number, "moe", tier.value, "experts")
+    yield _guarded(
+        row, lambda: function(hidden, logits, correction, *matrices, ffn.config), exact.cpu(), noisy.cpu(), None
+    )

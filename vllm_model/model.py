@@ -45,6 +45,7 @@ from tiers.vllm_model import dispatch, serving, weights
 from tiers.vllm_model.backend import TiersAttentionBackend, TiersAttentionImpl
 from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.gate import KnowledgeGate
+from tiers.vllm_model.moe import MoeFfn
 
 logger = init_logger("vllm.tiers")
 
@@ -192,21 +193,28 @@ class TiersAttention(nn.Module):
 
 
 class GatedFfn(nn.Module):
-    def __init__(self, config: c.Swiglu | c.Geglu, width: int, quant_config: object, prefix: str) -> None:
+    def __init__(
+        self, config: c.Swiglu | c.Geglu, width: int, quant_config: object, prefix: str, reduce: bool = True
+    ) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
             width, [config.intermediate_size] * 2,
             bias=config.bias, quant_config=quant_config, prefix=f"{prefix}.gate_up_proj",
         )  # fmt: skip
         self.down_proj = RowParallelLinear(
-            config.intermediate_size, width, bias=config.bias, quant_config=quant_config, prefix=f"{prefix}.down_proj"
-        )
+            config.intermediate_size, width, bias=config.bias, quant_config=quant_config, prefix=f"{prefix}.down_proj",
+            reduce_results=reduce,
+        )  # fmt: skip
         self.activation = SiluAndMul() if isinstance(config, c.Swiglu) else GeluAndMul(config.approximate)
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up, _ = self.gate_up_proj(x)
         out, _ = self.down_proj(self.activation(gate_up))
         return out
+
+
+def _shared_experts(width: int, quant_config: object, config: c.Swiglu | c.Geglu, prefix: str) -> GatedFfn:
+    return GatedFfn(config, width, quant_config, prefix, reduce=False)
 
 
 class GeluFfn(nn.Module):
@@ -247,8 +255,12 @@ class TiersLayer(nn.Module):
         else:
             self.mixer_post_norm = self.ffn_post_norm = None
         self.mixer = TiersAttention(config.mixer, model, choices["attention"], vllm_config, f"{prefix}.mixer")
-        if isinstance(config.ffn, c.Gelu):
-            self.ffn: nn.Module = GeluFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
+        if isinstance(config.ffn, c.Moe):
+            # Summed over ranks together with the experts.
+            shared = functools.partial(_shared_experts, width, quant_config)
+            self.ffn: nn.Module = MoeFfn(config.ffn, width, choices["moe"], shared, vllm_config, f"{prefix}.ffn")
+        elif isinstance(config.ffn, c.Gelu):
+            self.ffn = GeluFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
         else:
             self.ffn = GatedFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
         self.gate = None
@@ -439,4 +451,6 @@ class TiersForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
         for module in self.modules():
             if isinstance(module, KnowledgeGate):
                 module.prove()
+            elif isinstance(module, MoeFfn):
+                module.served.remember()
         return filled

@@ -92,7 +92,9 @@ def modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
         for norm in (getattr(layer, name) for name in NORMS):
             if norm is not None:
                 yield f"tiers/layer {number}/norm/vllm", norm
-        sublayers = [(f"attention/{attention_tier(layer.mixer)}", layer.mixer), ("ffn/vllm", layer.ffn)]
+        served = getattr(layer.ffn, "served", None)
+        ffn = "ffn/vllm" if served is None else f"moe/{served.tier.value}"
+        sublayers = [(f"attention/{attention_tier(layer.mixer)}", layer.mixer), (ffn, layer.ffn)]
         if layer.gate is not None:
             sublayers.append((f"gate/{layer.gate.served.tier.value}", layer.gate))
         for name, module in sublayers:

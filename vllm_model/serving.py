@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tiers.reference.analysis.tensor_parallel import RANKS, tensor_parallel_misfit
-from tiers.reference.config import ModelConfig
+from tiers.reference.config import ModelConfig, Moe
 from tiers.reference.errors import ConfigError, ServingError
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import Description, ModelFolder, describe, describe_config, open_described
@@ -17,7 +17,7 @@ from tiers.reference.weight_map import WeightMap
 from tiers.vllm_model import compat, shadow
 from tiers.vllm_model.dispatch import Choice, Where, resolve
 from tiers.vllm_model.hf_config import TiersConfig, asked_family
-from tiers.vllm_model.plan import AUTO, TierPlan
+from tiers.vllm_model.plan import AUTO, Tier, TierPlan
 
 # vLLM prints loggers below its own name.
 logger = logging.getLogger("vllm.tiers")
@@ -38,6 +38,9 @@ class Options:
     enable_prompt_embeds: bool = False
     max_model_len: int | None = None
     enforce_eager: bool = False
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    enable_eplb: bool = False
 
 
 def check_options(config: ModelConfig, options: Options) -> None:
@@ -47,10 +50,11 @@ def check_options(config: ModelConfig, options: Options) -> None:
         ServingError: names the flag, what was found, what would work.
     """
     size = options.tensor_parallel_size
-    if misfit := tensor_parallel_misfit(config, size):
-        fits = ", ".join(str(n) for n in RANKS if tensor_parallel_misfit(config, n) is None)
+    spread = options.enable_expert_parallel
+    if misfit := tensor_parallel_misfit(config, size, spread):
+        fits = ", ".join(str(n) for n in RANKS if tensor_parallel_misfit(config, n, spread) is None)
         raise ServingError(
-            f"--tensor-parallel-size is {size}, but the model has {misfit}, which do not fit on that many ranks. "
+            f"--tensor-parallel-size is {size}{' with --enable-expert-parallel' if spread else ''}, but the model has {misfit}, which do not fit on that many ranks. "
             f"Sizes that work: {fits}"
         )
     stages = options.pipeline_parallel_size
@@ -81,6 +85,7 @@ def check_options(config: ModelConfig, options: Options) -> None:
                 f"--{flag.replace('_', '-')} is {getattr(options, flag)}; expected 1. A selection over a context that is "
                 "spread over ranks is not supported yet"
             )
+    _check_experts(config, options)
     if options.enable_lora:
         _check_lora(config)
     sources = [i for i, layer in enumerate(config.layers) if layer.gate is not None and layer.gate.source == "token"]
@@ -88,6 +93,26 @@ def check_options(config: ModelConfig, options: Options) -> None:
         raise ServingError(
             f"--enable-prompt-embeds is set, but layer {sources[0]} has a gate with source token, which looks up token ids; "
             "a prompt of embeddings has none"
+        )
+
+
+def _check_experts(config: ModelConfig, options: Options) -> None:
+    index = next((i for i, layer in enumerate(config.layers) if isinstance(layer.ffn, Moe)), None)
+    if index is None:
+        if options.enable_expert_parallel:
+            raise ServingError(
+                "--enable-expert-parallel is set, but no layer of the model has experts; leave the flag out"
+            )
+        return
+    if options.data_parallel_size > 1:
+        raise ServingError(
+            f"--data-parallel-size is {options.data_parallel_size}, but layer {index} has experts, which vLLM would spread over "
+            "these ranks too; expected 1. Start one server per copy of the model instead"
+        )
+    if options.enable_lora:
+        raise ServingError(
+            f"--enable-lora is set, but layer {index} has experts, for which adapters are not supported yet. Merge the adapter "
+            "into the weights instead"
         )
 
 
@@ -124,14 +149,29 @@ def check_vllm_config(vllm_config: Any) -> None:
             enable_prompt_embeds=vllm_config.model_config.enable_prompt_embeds,
             max_model_len=vllm_config.model_config.max_model_len,
             enforce_eager=vllm_config.model_config.enforce_eager,
+            data_parallel_size=parallel.data_parallel_size,
+            enable_expert_parallel=parallel.enable_expert_parallel,
+            enable_eplb=parallel.enable_eplb,
         ),
     )
-    choose_tiers(vllm_config)
+    choices = choose_tiers(vllm_config)
+    if parallel.enable_eplb:
+        _check_balancer(choices)
     shadow.options_of(vllm_config.additional_config)
     if reads_folder(vllm_config):
         folder = model_folder(vllm_config.model_config)
         for note in _logged_once(folder):
             logger.info("%s: %s", folder.folder, note)
+
+
+def _check_balancer(choices: tuple[Choice, ...]) -> None:
+    """vLLM's load balancer moves experts of its own layer only."""
+    for choice in choices:
+        if choice.operator == "moe" and choice.tier is not Tier.FAST:
+            raise ServingError(
+                f"--enable-eplb is set, but the experts of layer {choice.layer} are on tier {choice.tier.value}, whose weights the "
+                f"balancer cannot move; leave the flag out, or use tier fast: --tiers 'auto,{choice.layer}.moe=fast'"
+            )
 
 
 def reads_folder(vllm_config: Any) -> bool:

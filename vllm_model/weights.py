@@ -21,8 +21,11 @@ STACKED: dict[str, tuple[str, str | int]] = {
     ".mixer.v_proj.": (".mixer.qkv_proj.", "v"),
     ".ffn.gate_proj.": (".ffn.gate_up_proj.", 0),
     ".ffn.up_proj.": (".ffn.gate_up_proj.", 1),
+    ".ffn.shared.gate_proj.": (".ffn.shared.gate_up_proj.", 0),
+    ".ffn.shared.up_proj.": (".ffn.shared.gate_up_proj.", 1),
 }
 
+_EXPERT = re.compile(r"(model\.layers\.\d+\.ffn)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
@@ -76,6 +79,12 @@ def load(model: nn.Module, config: ModelConfig, tensors: Iterable[tuple[str, Ten
     for name, tensor in checked.check(tensors):
         full, part = target(name, _is_gated(config, name))
         if is_pp_missing_parameter(full, model):
+            continue
+        if expert := _EXPERT.fullmatch(full):
+            # All experts of a layer are one parameter, of which each rank has its own part.
+            experts: Any = model.get_submodule(f"{expert[1]}.experts")
+            experts.load(int(expert[2]), expert[3], tensor)
+            filled.update(f"{expert[1]}.experts.{own}" for own, _ in experts.named_parameters())
             continue
         if full not in parameters:
             raise CheckpointError(

@@ -5,14 +5,14 @@ from typing import Any
 
 from tiers.reference import fields
 from tiers.reference.analysis.layers import alike, in_layers, ranges
-from tiers.reference.config import Alibi, Layer, ModelConfig, Rope, TopK, Window
+from tiers.reference.config import Alibi, Geglu, Gelu, Layer, ModelConfig, Moe, Rope, TopK, Window
 from tiers.reference.heads import HeadLayout
 
 
 def unusual(config: ModelConfig) -> list[str]:
     """Short lines about everything that a plain Llama with one head size does not have, and with which layers."""
     lines = []
-    for describe in (_heads, _scores, _positions, _pattern, _biases, _gate):
+    for describe in (_heads, _scores, _positions, _pattern, _biases, _experts, _gate):
         for text, where in alike(describe(layer, config) for layer in config.layers).items():
             everywhere = len(where) == len(config.layers)
             lines += [part if everywhere else f"{part} ({in_layers(where)})" for part in text]
@@ -94,12 +94,35 @@ def _pattern(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
 
 
 def _biases(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
-    names = [
-        n for n, has in (("q, k, v", layer.mixer.qkv_bias), ("o", layer.mixer.o_bias), ("ffn", layer.ffn.bias)) if has
-    ]
+    mixer, ffn = layer.mixer, layer.ffn
+    has_bias = not isinstance(ffn, Moe) and ffn.bias
+    names = [n for n, has in (("q, k, v", mixer.qkv_bias), ("o", mixer.o_bias), ("ffn", has_bias)) if has]
     lines = [f"biases on {', '.join(names)}"] if names else []
-    if layer.ffn.kind != "swiglu":
-        lines.append("ffn without a gate (gelu)" if layer.ffn.kind == "gelu" else "ffn gated by gelu")
+    if isinstance(ffn, Gelu | Geglu):
+        lines.append("ffn without a gate (gelu)" if isinstance(ffn, Gelu) else "ffn gated by gelu")
+    return tuple(lines)
+
+
+def _experts(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
+    ffn = layer.ffn
+    if not isinstance(ffn, Moe):
+        return ()
+    lines = [f"a mixture of {ffn.num_experts} experts, {ffn.top_k} for each token"]
+    if ffn.score == "sigmoid" or ffn.correction_bias:
+        corrected = ", with a correction for the choice" if ffn.correction_bias else ""
+        lines.append(f"experts are scored by a {ffn.score}{corrected}")
+    if ffn.groups > 1:
+        best = "best expert" if ffn.group_score == "max" else "best two experts"
+        lines.append(f"experts of {ffn.top_groups} of {ffn.groups} groups are chosen from, those with the {best}")
+    if not ffn.renormalize:
+        lines.append("weights of the chosen experts are not renormalised")
+    if ffn.routed_scaling_factor != 1:
+        lines.append(f"what experts add is multiplied by {ffn.routed_scaling_factor:g}")
+    if ffn.shared_intermediate_size is not None:
+        gated = ", scaled by a sigmoid of the token" if ffn.shared_gate else ""
+        lines.append(f"shared experts of {ffn.shared_intermediate_size} channels for every token{gated}")
+    if ffn.activation != "silu":
+        lines.append(f"experts gated by {ffn.activation}")
     return tuple(lines)
 
 

@@ -76,6 +76,32 @@ def alibi_config(**changes: Any) -> dict[str, Any]:
     return {**config, **changes}
 
 
+def moe_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of 4 layers with experts: a dense one first, softmax, sigmoid in groups with shared experts, gated ones."""
+    config = tiny_config(
+        hidden_size=64,
+        mixer={"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "position": {"kind": "rope"}},
+        ffn={"kind": "moe", "num_experts": 8, "top_k": 2, "intermediate_size": 64},
+        layers={
+            "0": {"ffn": {"kind": "swiglu", "intermediate_size": 96}},
+            "2": {
+                "ffn": {
+                    "top_k": 3, "score": "sigmoid", "correction_bias": True, "groups": 4, "top_groups": 2,
+                    "group_score": "top2", "routed_scaling_factor": 1.5, "shared_intermediate_size": 48,
+                },
+                "gate": {"mode": "sigmoid", "source": "bank", "slots": 5},
+            },
+            "3": {
+                "ffn": {
+                    "renormalize": False, "shared_intermediate_size": 40, "shared_gate": True, "activation": "gelu_tanh",
+                    "groups": 2, "routed_scaling_factor": 2.0,
+                },
+            },
+        },
+    )  # fmt: skip
+    return {**config, **changes}
+
+
 def tiny_model(config: dict[str, Any], seed: int = 0) -> ReferenceModel:
     """A reference model with random weights, spread widely enough that its logits are of order 10."""
     generator = torch.Generator().manual_seed(seed)
@@ -86,6 +112,9 @@ def tiny_model(config: dict[str, Any], seed: int = 0) -> ReferenceModel:
             values = 1 + 0.1 * values
         elif name.endswith("bias"):
             values = 0.1 * values
+        elif name.endswith("router.weight"):
+            # Scores so far apart that rounding seldom decides which experts a token gets.
+            values = values * 3 * parameter.shape[1] ** -0.5
         elif parameter.dim() == 2 and not name.startswith("embed_tokens"):
             values = values * 1.5 * parameter.shape[1] ** -0.5
         parameter.data = values

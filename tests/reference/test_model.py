@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tiers.reference.config import ModelConfig
 from tiers.reference.model import Cache, ReferenceModel, parameter_shapes, slopes
 from tiers.reference.testing.compare import LOGPROB_BUDGET, assert_close
-from tiers.reference.testing.tiny import alibi_config, random_ids, tiny_config, tiny_model
+from tiers.reference.testing.tiny import alibi_config, moe_config, random_ids, tiny_config, tiny_model
 
 # Whole models are compared in float64. In float32 the rounding of another order of sums is enough to move a key across
 # the threshold of a top-k now and then, and the logits with it by as much as 0.3: that is a property of the rule.
@@ -21,6 +21,7 @@ EXACT = 1e-9
 CONFIGS: dict[str, dict[str, Any]] = {
     "tiny": tiny_config(),
     "alibi": alibi_config(),
+    "moe": moe_config(),
     "parallel": tiny_config(residual="parallel", norm={"kind": "layer", "bias": False}),
 }
 
@@ -123,6 +124,18 @@ def test_gradients_reach_every_parameter(config: dict[str, Any]) -> None:
             assert largest < 1e-6, name
         else:
             assert largest > 1e-6, name
+
+
+def test_gradients_reach_experts_and_router_but_not_the_correction() -> None:
+    model = tiny_model(moe_config()).requires_grad_(True)
+    ids = ids_of(100)
+    torch.nn.functional.cross_entropy(model(ids[:-1]), ids[1:]).backward()
+    for name, parameter in model.named_parameters():
+        if name.endswith("correction_bias"):  # it takes part in the choice alone, which has no gradient
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().max() > 1e-7, name
 
 
 @pytest.mark.parametrize("config", [tiny_config(), alibi_config()], ids=["tiny", "alibi"])

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tiers.reference.testing.compare import LOGPROB_BUDGET
-from tiers.reference.testing.tiny import alibi_config, save_model, save_tiny, tiny_config, tiny_model
+from tiers.reference.testing.tiny import alibi_config, moe_config, save_model, save_tiny, tiny_config, tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -113,6 +113,32 @@ def test_auto_on_the_cpu_is_the_compiled_tier_unless_vllm_has_a_kernel(tmp_path:
     (counts,) = result["counts"]
     assert set(counts) == {"attention compiled", "gate compiled"}
     assert counts["attention compiled"] == counts["gate compiled"]
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["TP2", "EP2"])
+def test_experts_on_two_ranks_match_reference(spread: bool, tmp_path: Path) -> None:
+    """Cut along their inner width, or dealt out whole; a layer on each tier."""
+    folder = save_tiny(tmp_path, moe_config())
+    plan = "reference,1.moe=compiled,2.moe=fast" if spread else "reference,1.moe=fast,3.moe=compiled"
+    result = run_process(
+        folder, {"TORCHDYNAMO_DISABLE": "0"}, enforce_eager=True, distributed_executor_backend="mp",
+        tensor_parallel_size=2, enable_expert_parallel=spread, additional_config={"tiers": plan},
+    )  # fmt: skip
+    assert result["error"] <= LOGPROB_BUDGET
+    assert len(result["counts"]) == 2
+    for counts in result["counts"]:
+        assert counts["moe compiled"] == counts["moe fast"] == counts["moe reference"] > 0
+
+
+def test_experts_inside_what_vllm_compiles_match_reference(tmp_path: Path) -> None:
+    """One layer on each tier; had Inductor looked into the operator, they would not have been called."""
+    folder = save_tiny(tmp_path / "model", moe_config())
+    cache = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    plan = "reference,1.moe=compiled,2.moe=fast"
+    result = run_process(folder, cache, additional_config={"tiers": plan})
+    assert result["error"] <= LOGPROB_BUDGET
+    (counts,) = result["counts"]
+    assert counts["moe compiled"] == counts["moe fast"] == counts["moe reference"] > 0
 
 
 def test_lora_adapter_equals_merged_weights(tmp_path: Path) -> None:
