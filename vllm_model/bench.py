@@ -267,7 +267,7 @@ def _engines(options: Options, config: ModelConfig, device: str) -> list[Engine]
         llama = bench_llama.as_llama(config)
         dummy = options.dummy or bool(llama.weights_differ)
         why = "dummy weights" if options.dummy else llama.weights_differ or llama.function_differs
-        model = "a Llama of the same shape" if dummy else "the same weights in a Llama"
+        model = f"a {llama.name} of the same shape" if dummy else f"the same weights in a {llama.name}"
         if options.native:
             engines.append(Engine("native", model, None, "vllm", dummy, why))
         if options.transformers:

@@ -260,7 +260,11 @@ def _add_bench(commands: Any) -> None:
         help="a plan to run an engine with; give it several times to compare plans (default: reference and auto). With "
         "names of tiers only, operators are timed on those tiers only",
     )
-    what.add_argument("--native", action="store_true", help="also vLLM's own Llama class on the same weights, dense")
+    what.add_argument(
+        "--native",
+        action="store_true",
+        help="also vLLM's own Llama class on the same weights, dense (experts: Mixtral)",
+    )
     what.add_argument("--transformers", action="store_true", help="also that Llama with --model-impl transformers")
     what.add_argument("--dummy", action="store_true", help="DIR has a config.json only; use vLLM's dummy weights")
     what.add_argument(

@@ -287,12 +287,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
 # ---- a Llama of the same shape --------------------------------------------------------------------------------------
 
 
-def test_the_same_weights_in_a_llama_compute_the_same(tmp_path: Path) -> None:
+EXPERTS = {"kind": "moe", "num_experts": 4, "top_k": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize("changes", [{}, {"ffn": EXPERTS}], ids=["Llama", "Mixtral"])
+def test_the_same_weights_in_a_llama_compute_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(layers={}, mixer={**tiny_config()["mixer"], "pattern": {"kind": "dense"}})
+    config = tiny_config(layers={}, mixer={**tiny_config()["mixer"], "pattern": {"kind": "dense"}}, **changes)
     folder, parsed = save_tiny(tmp_path / "m", config), ModelConfig.from_dict(config)
     described = bench_llama.as_llama(parsed)
+    assert described.name == ("Mixtral" if changes else "Llama")
     assert (described.weights_differ, described.function_differs) == ("", "")
     bench_llama.write(tmp_path / "llama", parsed, folder)
     llama = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
@@ -313,6 +318,7 @@ def test_the_same_weights_in_a_llama_compute_the_same(tmp_path: Path) -> None:
         ),
         ({"norm": {"kind": "layer"}}, "its norms are not those of a Llama", "layer 1 has pattern"),
         ({"residual": "parallel"}, "", "its residuals, multipliers or cap on logits"),
+        ({"ffn": {**EXPERTS, "score": "sigmoid"}}, "layer 0 has other experts than a Mixtral", "layer 1 has pattern"),
     ],
 )
 def test_what_a_llama_cannot_express_is_said(changes: dict[str, Any], weights: str, function: str) -> None:
