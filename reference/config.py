@@ -400,14 +400,16 @@ class Gate:
 
 @dataclass(frozen=True)
 class Layer:
-    mixer: Attention
-    ffn: Swiglu | Geglu | Gelu | Moe
+    """A layer; one without mixer or ffn, or either, passes the residual stream on in its place."""
+
+    mixer: Attention | None
+    ffn: Swiglu | Geglu | Gelu | Moe | None
     gate: Gate | None = None
 
     @property
     def operators(self) -> tuple[str, ...]:
         """The operators of this layer that a tier is chosen for."""
-        has = {"attention": True, "moe": isinstance(self.ffn, Moe), "gate": self.gate is not None}
+        has = {"attention": self.mixer is not None, "moe": isinstance(self.ffn, Moe), "gate": self.gate is not None}
         return tuple(operator for operator, here in has.items() if here)
 
 
@@ -440,13 +442,20 @@ class ModelConfig:
         _positive(max_position_embeddings=self.max_position_embeddings)
         _at_most(_MAX_SIZE, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         _at_most(_MAX_SIZE, max_position_embeddings=self.max_position_embeddings)
-        for layer in self.layers:
-            position, size = layer.mixer.position, layer.mixer.head_dim
+        if not self.mixers:
+            raise ConfigError("mixer is null in every layer; expected attention in one of them at least")
+        for mixer in self.mixers:
+            position, size = mixer.position, mixer.head_dim
             if isinstance(position, Rope) and position.rotary_dim(size) * self.max_position_embeddings > _MAX_TABLE:
                 raise ConfigError(
                     f"max_position_embeddings is {self.max_position_embeddings} and head_dim {size}; expected a rotary table "
                     f"of at most {_MAX_TABLE} numbers"
                 )
+
+    @property
+    def mixers(self) -> tuple[Attention, ...]:
+        """Of the layers that have one, in order."""
+        return tuple(layer.mixer for layer in self.layers if layer.mixer is not None)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":

@@ -37,7 +37,7 @@ class Cache:
     @property
     def length(self) -> int:
         """Tokens in the cache."""
-        return self.keys[0].shape[0] if self.keys else 0
+        return next(iter(self.keys.values())).shape[0] if self.keys else 0
 
     def append(self, layer: int, key_TKD: Tensor, value_TKD: Tensor) -> tuple[Tensor, Tensor]:
         """Add the tokens of one step; returns all keys and values of the layer."""
@@ -183,6 +183,10 @@ class MoeFfn(nn.Module):
         return out_TM + shared_TM
 
 
+def make_ffn(config: c.Swiglu | c.Geglu | c.Gelu | c.Moe, width: int) -> Ffn | MoeFfn:
+    return MoeFfn(config, width) if isinstance(config, c.Moe) else Ffn(config, width)
+
+
 class Gate(nn.Module):
     def __init__(self, config: c.Gate, model: c.ModelConfig) -> None:
         super().__init__()
@@ -209,22 +213,30 @@ class Layer(nn.Module):
         super().__init__()
         self.parallel = model.residual == "parallel"
         self.multiplier = model.residual_multiplier
+        width = model.hidden_size
         before = model.norm_position in ("pre", "sandwich")
         after = model.norm_position in ("post", "sandwich")
-        self.mixer_norm = Norm(model.norm, model.hidden_size) if before else nn.Identity()
-        self.mixer = Attention(config.mixer, model, index)
-        self.mixer_post_norm = Norm(model.norm, model.hidden_size) if after else nn.Identity()
-        self.ffn_norm = Norm(model.norm, model.hidden_size) if before else nn.Identity()
-        width = model.hidden_size
-        self.ffn = MoeFfn(config.ffn, width) if isinstance(config.ffn, c.Moe) else Ffn(config.ffn, width)
-        self.ffn_post_norm = Norm(model.norm, model.hidden_size) if after else nn.Identity()
+
+        def norm(wanted: bool, sublayer: object) -> nn.Module:
+            return Norm(model.norm, width) if wanted and sublayer is not None else nn.Identity()
+
+        self.mixer_norm = norm(before, config.mixer)
+        self.mixer = Attention(config.mixer, model, index) if config.mixer is not None else None
+        self.mixer_post_norm = norm(after, config.mixer)
+        self.ffn_norm = norm(before, config.ffn)
+        self.ffn = make_ffn(config.ffn, width) if config.ffn is not None else None
+        self.ffn_post_norm = norm(after, config.ffn)
         self.gate = Gate(config.gate, model) if config.gate else None
 
     def forward(self, h_TM: Tensor, positions_T: Tensor, ids_T: Tensor, cache: Cache) -> Tensor:
-        mixed_TM = self.mixer_post_norm(self.mixer(self.mixer_norm(h_TM), positions_T, cache)) * self.multiplier
-        # In parallel the ffn reads what the mixer read.
-        read_TM = h_TM if self.parallel else h_TM + mixed_TM
-        h_TM = h_TM + mixed_TM + self.ffn_post_norm(self.ffn(self.ffn_norm(read_TM))) * self.multiplier
+        read_TM = h_TM
+        if self.mixer is not None:
+            mixed_TM = self.mixer_post_norm(self.mixer(self.mixer_norm(h_TM), positions_T, cache)) * self.multiplier
+            h_TM = h_TM + mixed_TM
+        if self.ffn is not None:
+            # In parallel the ffn reads what the mixer read.
+            read_TM = read_TM if self.parallel else h_TM
+            h_TM = h_TM + self.ffn_post_norm(self.ffn(self.ffn_norm(read_TM))) * self.multiplier
         return self.gate(h_TM, ids_T) if self.gate is not None else h_TM
 
 

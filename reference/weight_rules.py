@@ -77,8 +77,10 @@ class Rule:
         def field(name: str) -> Any:
             value: Any = config
             for part in name.split("."):
-                # What layers may differ in is asked of the first.
-                value = getattr(config.layers[0] if part in ("mixer", "ffn", "gate") else value, part, _MISSING)
+                if part in ("mixer", "ffn", "gate"):
+                    # What layers may differ in is asked of the first that has it.
+                    value = next((x for x in config.layers if getattr(x, part) is not None), config.layers[0])
+                value = getattr(value, part, _MISSING)
             if value is _MISSING:
                 raise FamilyError(
                     f"weights: {shown(self.template)}: when asks for {name}, which is no field of our config"

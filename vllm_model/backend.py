@@ -70,10 +70,12 @@ class TiersMetadataBuilder(AttentionMetadataBuilder[TiersMetadata]):
         The answer holds for as long as the engine lives, so kernels that do not even compile have to be known now: each
         layer is tried on a small cache.
         """
+        # Layers that differ in heads share one specification of several; page and dtype are the same in all.
+        spec = next(iter(getattr(kv_cache_spec, "kv_cache_specs", {"": kv_cache_spec}).values()))
         tiers = set()
         for layer in vllm_config.compilation_config.static_forward_context.values():
             if isinstance(impl := getattr(layer, "impl", None), TiersAttentionImpl):
-                impl.prove_early(kv_cache_spec.block_size, kv_cache_spec.dtype)
+                impl.prove_early(spec.block_size, spec.dtype)
                 tiers.add(impl.tier)
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if tiers <= {Tier.FAST} else AttentionCGSupport.NEVER
 

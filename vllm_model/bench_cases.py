@@ -379,8 +379,7 @@ STANDARD_GATES = (Gate("sigmoid", "bank", slots=64), Gate("mix", "token"))
 def model_mixers(config: ModelConfig) -> list[Attention]:
     """The kinds of attention in a model, as its layers run inside vLLM."""
     found = []
-    for layer in config.layers:
-        mixer = layer.mixer
+    for mixer in config.mixers:
         layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
         position: Alibi | NoPosition = NoPosition()
         slopes_H = slopes(mixer)

@@ -61,8 +61,8 @@ def as_llama(config: ModelConfig) -> LlamaModel:
     Raises:
         ServingError: the layers differ in shape, which those of a Llama cannot.
     """
-    first = config.layers[0]
-    shapes = {
+    pairs = [(x.mixer, x.ffn) for x in config.layers if x.mixer is not None and x.ffn is not None]
+    shapes: set[Any] = {
         (
             HeadLayout.of(m.heads, m.num_kv_heads).num_heads,
             m.num_kv_heads,
@@ -70,9 +70,10 @@ def as_llama(config: ModelConfig) -> LlamaModel:
             ffn.intermediate_size,
             _experts(ffn),
         )
-        for layer in config.layers
-        for m, ffn in ((layer.mixer, layer.ffn),)
+        for m, ffn in pairs
     }
+    # A layer without one of them is of another shape too.
+    shapes |= {None} if len(pairs) < len(config.layers) else set()
     if len(shapes) > 1:
         raise ServingError(
             f"--native and --transformers compare with a Llama, whose layers are all of one shape; this model has {len(shapes)} "
@@ -80,7 +81,7 @@ def as_llama(config: ModelConfig) -> LlamaModel:
         )
     ((heads, kv_heads, size, inner, experts),) = shapes
     rope: dict[str, Any] = {"rope_type": "default"}
-    position = first.mixer.position
+    position = pairs[0][0].position
     if isinstance(position, Rope):
         rope["rope_theta"] = position.theta
         if isinstance(position.scaling, Linear | Llama3 | Yarn):
@@ -131,7 +132,7 @@ def _other_weights(config: ModelConfig, name: str) -> Iterator[str]:
         same = _is_mixtral(layer.ffn) if name == "Mixtral" else isinstance(layer.ffn, Swiglu) and not layer.ffn.bias
         if not same:
             yield f"layer {index} has {'other experts' if name == 'Mixtral' else 'another ffn'} than a {name}"
-        if mixer.qkv_bias or mixer.o_bias or mixer.qk_norm != "none":
+        if mixer is not None and (mixer.qkv_bias or mixer.o_bias or mixer.qk_norm != "none"):
             yield f"layer {index} has biases or q/k norms"
 
 
@@ -139,13 +140,13 @@ def _other_function(config: ModelConfig, name: str) -> Iterator[str]:
     multipliers = (config.embedding_multiplier, config.residual_multiplier, config.logits_multiplier)
     if config.residual != "sequential" or multipliers != (1.0, 1.0, 1.0) or config.logits_softcap is not None:
         yield f"its residuals, multipliers or cap on logits are not those of a {name}"
-    for index, layer in enumerate(config.layers):
-        mixer, position = layer.mixer, layer.mixer.position
+    for index, (mixer, layer) in enumerate(zip(config.mixers, config.layers, strict=True)):
+        position = mixer.position
         if not isinstance(mixer.pattern, Dense):
             yield f"layer {index} has pattern {mixer.pattern.kind}; a {name} is dense"
         if layer.gate is not None:
             yield f"layer {index} has a gate, which a {name} leaves out"
-        if not _is_rotary(position) or position != config.layers[0].mixer.position:
+        if not _is_rotary(position) or position != config.mixers[0].position:
             yield f"layer {index} has other positions than a {name}"
         if mixer.scale is not None or mixer.softcap is not None:
             yield f"layer {index} has a scale or a softcap"
@@ -208,7 +209,7 @@ def _renamed(model: ModelConfig, source: Path, family: str | None) -> Iterator[t
             continue
         if part not in NAMES:  # a gate's
             continue
-        mixer = model.layers[int(number)].mixer
+        mixer = model.mixers[int(number)]
         layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
         if part == "mixer.q_proj":
             tensor = layout.arrange(tensor, mixer.head_dim, dim=0, copy=True)

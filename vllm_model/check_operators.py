@@ -50,8 +50,8 @@ def rows(config: ModelConfig, choices: Sequence[Choice], reference: Reference, i
     return found
 
 
-def recorded_attention(reference: Reference, ids_T: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Query, key and value of every layer for a sequence, in the dtype served, heads in contiguous groups of one size."""
+def recorded_attention(reference: Reference, ids_T: Tensor) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+    """Query, key and value of every layer with attention for a sequence, in the dtype served, heads in contiguous groups of one size."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     original = reference_model.attention
 
@@ -64,10 +64,12 @@ def recorded_attention(reference: Reference, ids_T: Tensor) -> list[tuple[Tensor
         record_reference(reference.noisy, ids_T)
     finally:
         reference_model.attention = original
-    arranged = []
-    for layer, (query, key, value) in zip(reference.noisy.config.layers, found, strict=True):
-        layout = HeadLayout.of(layer.mixer.heads, layer.mixer.num_kv_heads)
-        arranged.append((layout.arrange(query, 1, dim=1, copy=True), key, value))
+    config = reference.noisy.config
+    numbers = [number for number, layer in enumerate(config.layers) if layer.mixer is not None]
+    arranged = {}
+    for number, mixer, (query, key, value) in zip(numbers, config.mixers, found, strict=True):
+        layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
+        arranged[number] = (layout.arrange(query, 1, dim=1, copy=True), key, value)
     return arranged
 
 
@@ -76,6 +78,7 @@ def attention_rows(
 ) -> Iterator[Row]:
     """The end of the sequence, and all of it, in a paged cache whose pages lie in disorder."""
     mixer = config.layers[number].mixer
+    assert mixer is not None
     query, key, value = inputs[number]
     slopes = reference_model.slopes(mixer)
     if slopes is not None:

@@ -121,7 +121,7 @@ def _unsupported(about: dict[str, Any], call: Call, tier: Tier) -> str | None:
     """Why a tier cannot run a call here, by the rules that a plan goes by; None if it can."""
     layer, block = _layer(call), call.tensors["cache"].shape[2] if "cache" in call.tensors else None
     where = Where(compat.device_type(), block, about["dtype"])
-    if about["operator"] == "attention" and dispatch.is_native(layer.mixer, tier, where):
+    if layer.mixer is not None and about["operator"] == "attention" and dispatch.is_native(layer.mixer, tier, where):
         return "vLLM's own attention, which only an engine runs"
     return dispatch.unsupported(about["operator"], tier, layer, where)
 

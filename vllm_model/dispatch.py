@@ -117,6 +117,7 @@ def unsupported(operator: str, tier: Tier, layer: Layer, where: Where) -> str | 
     if tier is Tier.COMPILED and os.environ.get("TORCHDYNAMO_DISABLE", "0") == "1":
         return "torch.compile is switched off (TORCHDYNAMO_DISABLE=1)"
     if operator == "attention" and tier is Tier.FAST:
+        assert layer.mixer is not None
         return _fast_attention(layer.mixer, where)
     if operator == "gate" and tier is Tier.FAST:
         return _fast_gate(where)
@@ -202,9 +203,10 @@ def resolve(config: ModelConfig, plan: TierPlan, where: Where) -> tuple[Choice, 
         tier = wish or valid[0]
         faster = FASTEST_FIRST[: FASTEST_FIRST.index(tier)]
         passed_over = tuple(f"{t.value}: {reasons[t] or 'not asked for'}" for t in faster)
-        native = (
-            is_native(layer.mixer, tier, where) if operator == "attention" else operator == "moe" and tier is Tier.FAST
-        )
+        native = operator == "moe" and tier is Tier.FAST
+        if operator == "attention":
+            assert layer.mixer is not None
+            native = is_native(layer.mixer, tier, where)
         choices.append(Choice(index, operator, tier, passed_over, wish is not None, native, tuple(valid)))
     return tuple(choices)
 
@@ -239,6 +241,7 @@ def describe(layer: Layer, operator: str) -> str:
     if operator == "moe":
         assert isinstance(layer.ffn, Moe)
         return _describe_moe(layer.ffn)
+    assert layer.mixer is not None
     mixer, pattern = layer.mixer, layer.mixer.pattern
     options = " ".join(f"{name}={value}" for name, value in vars(pattern).items() if value not in (0, "head"))
     grouping = (

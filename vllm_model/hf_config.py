@@ -50,7 +50,7 @@ class TiersConfig(PreTrainedConfig):
             self._set_sizes()
 
     def _set_sizes(self) -> None:
-        mixers = [layer.mixer for layer in self.model.layers]
+        mixers = self.model.mixers
         layouts = [HeadLayout.of(mixer.heads, mixer.num_kv_heads) for mixer in mixers]
         self.num_attention_heads = max(layout.num_heads for layout in layouts)
         self.num_key_value_heads = max(mixer.num_kv_heads for mixer in mixers)

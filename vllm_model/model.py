@@ -246,23 +246,24 @@ class TiersLayer(nn.Module):
         width = model.hidden_size
         self.parallel = model.residual == "parallel"
         self.multiplier = model.residual_multiplier
-        if model.norm_position != "post":
-            self.mixer_norm, self.ffn_norm = make_norm(model.norm, width), make_norm(model.norm, width)
-        else:
-            self.mixer_norm = self.ffn_norm = None
-        if model.norm_position != "pre":
-            self.mixer_post_norm, self.ffn_post_norm = make_norm(model.norm, width), make_norm(model.norm, width)
-        else:
-            self.mixer_post_norm = self.ffn_post_norm = None
-        self.mixer = TiersAttention(config.mixer, model, choices["attention"], vllm_config, f"{prefix}.mixer")
-        if isinstance(config.ffn, c.Moe):
+        before, after = model.norm_position != "post", model.norm_position != "pre"
+        mixer, ffn = config.mixer, config.ffn
+        self.mixer_norm = make_norm(model.norm, width) if before and mixer is not None else None
+        self.ffn_norm = make_norm(model.norm, width) if before and ffn is not None else None
+        self.mixer_post_norm = make_norm(model.norm, width) if after and mixer is not None else None
+        self.ffn_post_norm = make_norm(model.norm, width) if after and ffn is not None else None
+        self.mixer = None
+        if mixer is not None:
+            self.mixer = TiersAttention(mixer, model, choices["attention"], vllm_config, f"{prefix}.mixer")
+        self.ffn: nn.Module | None = None
+        if isinstance(ffn, c.Moe):
             # Summed over ranks together with the experts.
             shared = functools.partial(_shared_experts, width, quant_config)
-            self.ffn: nn.Module = MoeFfn(config.ffn, width, choices["moe"], shared, vllm_config, f"{prefix}.ffn")
-        elif isinstance(config.ffn, c.Gelu):
-            self.ffn = GeluFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
-        else:
-            self.ffn = GatedFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
+            self.ffn = MoeFfn(ffn, width, choices["moe"], shared, vllm_config, f"{prefix}.ffn")
+        elif isinstance(ffn, c.Gelu):
+            self.ffn = GeluFfn(ffn, width, quant_config, f"{prefix}.ffn")
+        elif ffn is not None:
+            self.ffn = GatedFfn(ffn, width, quant_config, f"{prefix}.ffn")
         self.gate = None
         if config.gate is not None:
             self.gate = KnowledgeGate(
@@ -272,15 +273,17 @@ class TiersLayer(nn.Module):
     def forward(
         self, positions: Tensor, delta: Tensor | None, h: Tensor, token_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        x, h = _add_and_norm(self.mixer_norm, delta, h)
-        mixed = self._finished(self.mixer(positions, x), self.mixer_post_norm)
-        if self.parallel:
-            x, _ = _add_and_norm(self.ffn_norm, None, h)
-            h = h + mixed + self._finished(self.ffn(x), self.ffn_post_norm)
-            delta = None
-        else:
-            x, h = _add_and_norm(self.ffn_norm, mixed, h)
-            delta = self._finished(self.ffn(x), self.ffn_post_norm)
+        if self.mixer is not None:
+            x, h = _add_and_norm(self.mixer_norm, delta, h)
+            delta = self._finished(self.mixer(positions, x), self.mixer_post_norm)
+        if self.ffn is not None:
+            if self.parallel and self.mixer is not None:
+                x, _ = _add_and_norm(self.ffn_norm, None, h)
+                assert delta is not None
+                h, delta = h + delta + self._finished(self.ffn(x), self.ffn_post_norm), None
+            else:
+                x, h = _add_and_norm(self.ffn_norm, delta, h)
+                delta = self._finished(self.ffn(x), self.ffn_post_norm)
         if self.gate is not None:
             h = self.gate(h if delta is None else h + delta, token_ids)
             delta = None

@@ -94,7 +94,8 @@ def modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
                 yield f"tiers/layer {number}/norm/vllm", norm
         served = getattr(layer.ffn, "served", None)
         ffn = "ffn/vllm" if served is None else f"moe/{served.tier.value}"
-        sublayers = [(f"attention/{attention_tier(layer.mixer)}", layer.mixer), (ffn, layer.ffn)]
+        sublayers = [] if layer.mixer is None else [(f"attention/{attention_tier(layer.mixer)}", layer.mixer)]
+        sublayers += [] if layer.ffn is None else [(ffn, layer.ffn)]
         if layer.gate is not None:
             sublayers.append((f"gate/{layer.gate.served.tier.value}", layer.gate))
         for name, module in sublayers:
@@ -214,7 +215,7 @@ def work(
     if match["layer"] is None:
         return None
     layer = config.layers[int(match["layer"])]
-    if match["part"] == "attn":
+    if match["part"] == "attn" and layer.mixer is not None:
         needs = [AttentionCase(layer.mixer, 1, context, count).needed(itemsize) for count, context in requests]
         return sum(moved for moved, _ in needs), sum(operations for _, operations in needs)
     if match["operator"] == "gate" and layer.gate is not None:

@@ -117,12 +117,13 @@ def _check_experts(config: ModelConfig, options: Options) -> None:
 
 
 def _has_table(config: ModelConfig) -> bool:
-    return config.learned_positions or any(layer.mixer.position.kind == "rope" for layer in config.layers)
+    return config.learned_positions or any(mixer.position.kind == "rope" for mixer in config.mixers)
 
 
 def _check_lora(config: ModelConfig) -> None:
     for index, layer in enumerate(config.layers):
-        if not HeadLayout.of(layer.mixer.heads, layer.mixer.num_kv_heads).is_identity:
+        mixer = layer.mixer
+        if mixer is not None and not HeadLayout.of(mixer.heads, mixer.num_kv_heads).is_identity:
             raise ServingError(
                 f"--enable-lora is set, but layer {index} has a head_map that is not contiguous: its query heads are "
                 "rearranged at load and an adapter's are not. Merge the adapter into the weights instead"

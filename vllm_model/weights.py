@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from tiers.reference.config import ModelConfig
+from tiers.reference.config import Geglu, ModelConfig, Swiglu
 from tiers.reference.errors import CheckpointError
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import CheckedTensors
@@ -49,6 +49,7 @@ def arrange(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     if match is None or not match[2].startswith(("mixer.q_proj.", "mixer.q_norm.", "mixer.o_proj.weight")):
         return tensor
     mixer = config.layers[int(match[1])].mixer
+    assert mixer is not None
     if match[2] == "mixer.q_norm.weight" and mixer.qk_norm != "full":
         return tensor  # one weight for all heads
     layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
@@ -108,4 +109,4 @@ def load(model: nn.Module, config: ModelConfig, tensors: Iterable[tuple[str, Ten
 
 def _is_gated(config: ModelConfig, name: str) -> bool:
     match = _LAYER.fullmatch(name)
-    return match is not None and config.layers[int(match[1])].ffn.kind in ("swiglu", "geglu")
+    return match is not None and isinstance(config.layers[int(match[1])].ffn, Swiglu | Geglu)

@@ -130,7 +130,8 @@ def _layer_rows(
         "intermediate_size": (ffn.intermediate_size if ffn else None, _one(inner)),
     }
     if mixer is None or ffn is None or layer is None:
-        return rows
+        # Of what a layer is without there is nothing to compare.
+        return {name: row for name, row in rows.items() if layer is None or row != (None, None)}
     if fused is not None:
         heads = mixer.num_heads + 2 * mixer.num_kv_heads
         rows["rows of q, k and v"] = (heads * mixer.head_dim, fused)

@@ -61,6 +61,6 @@ def sizes(config: ModelConfig) -> Sizes:
     )
 
 
-def cache_elements(mixer: Attention) -> int:
+def cache_elements(mixer: Attention | None) -> int:
     """Elements that a layer caches per token: a key and a value for each key/value head."""
-    return 2 * mixer.num_kv_heads * mixer.head_dim
+    return 0 if mixer is None else 2 * mixer.num_kv_heads * mixer.head_dim

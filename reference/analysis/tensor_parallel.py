@@ -87,12 +87,14 @@ _Part = tuple[str, int, str, bool, bool | None]
 
 def _cut_of(layer: Layer) -> tuple[_Part, ...]:
     mixer, ffn = layer.mixer, layer.ffn
-    heads = HeadLayout.of(mixer.heads, mixer.num_kv_heads).num_heads
-    share = getattr(mixer.pattern, "share", None) == "group"
-    parts: list[_Part] = [
-        ("q_proj, o_proj", heads, "query heads", False, None),
-        ("k_proj, v_proj", mixer.num_kv_heads, _KV, share, None),
-    ]
+    parts: list[_Part] = []
+    if mixer is not None:
+        heads = HeadLayout.of(mixer.heads, mixer.num_kv_heads).num_heads
+        share = getattr(mixer.pattern, "share", None) == "group"
+        parts.append(("q_proj, o_proj", heads, "query heads", False, None))
+        parts.append(("k_proj, v_proj", mixer.num_kv_heads, _KV, share, None))
+    if ffn is None:
+        return tuple(parts)
     if not isinstance(ffn, Moe):
         return (*parts, ("ffn", ffn.intermediate_size, "ffn channels", False, None))
     parts.append(("experts", ffn.intermediate_size, "channels of an expert", False, False))

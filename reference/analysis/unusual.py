@@ -12,7 +12,7 @@ from tiers.reference.heads import HeadLayout
 def unusual(config: ModelConfig) -> list[str]:
     """Short lines about everything that a plain Llama with one head size does not have, and with which layers."""
     lines = []
-    for describe in (_heads, _scores, _positions, _pattern, _biases, _experts, _gate):
+    for describe in (_absent, _heads, _scores, _positions, _pattern, _biases, _experts, _gate):
         for text, where in alike(describe(layer, config) for layer in config.layers).items():
             everywhere = len(where) == len(config.layers)
             lines += [part if everywhere else f"{part} ({in_layers(where)})" for part in text]
@@ -23,8 +23,15 @@ def unusual(config: ModelConfig) -> list[str]:
     return lines
 
 
+def _absent(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
+    names = [name for name, part in (("attention", layer.mixer), ("ffn", layer.ffn)) if part is None]
+    return (f"no {' and no '.join(names)}",) if names else ()
+
+
 def _heads(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
     mixer, lines = layer.mixer, []
+    if mixer is None:
+        return ()
     sizes = sorted({mixer.heads.count(kv) for kv in mixer.heads})
     layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
     if len(sizes) > 1:
@@ -51,6 +58,8 @@ def _heads(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
 
 def _scores(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
     mixer, lines = layer.mixer, []
+    if mixer is None:
+        return ()
     if mixer.scale is not None and not math.isclose(mixer.scale, mixer.head_dim**-0.5):
         lines.append(f"scores are scaled by {mixer.scale:.6g}, not by 1 / sqrt(head_dim) = {mixer.head_dim**-0.5:.6g}")
     if mixer.softcap is not None:
@@ -59,11 +68,13 @@ def _scores(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
 
 
 def _positions(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
-    position, lines = layer.mixer.position, []
+    if layer.mixer is None:
+        return ()
+    position, size, lines = layer.mixer.position, layer.mixer.head_dim, []
     if isinstance(position, Rope):
-        rotary = position.rotary_dim(layer.mixer.head_dim)
-        if rotary != layer.mixer.head_dim:
-            lines.append(f"rope turns {rotary} of {layer.mixer.head_dim} channels of a head")
+        rotary = position.rotary_dim(size)
+        if rotary != size:
+            lines.append(f"rope turns {rotary} of {size} channels of a head")
         if position.style == "interleaved":
             lines.append("rope pairs neighbouring channels (interleaved), not halves")
         if position.scaling is not None:
@@ -83,7 +94,7 @@ def _setting(value: Any) -> str:
 
 
 def _pattern(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
-    pattern = layer.mixer.pattern
+    pattern = layer.mixer.pattern if layer.mixer is not None else None
     if isinstance(pattern, Window):
         sink = f" and the first {pattern.sink}" if pattern.sink else ""
         return (f"a window: each token sees the last {pattern.window} tokens{sink}",)
@@ -95,8 +106,11 @@ def _pattern(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
 
 def _biases(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
     mixer, ffn = layer.mixer, layer.ffn
-    has_bias = not isinstance(ffn, Moe) and ffn.bias
-    names = [n for n, has in (("q, k, v", mixer.qkv_bias), ("o", mixer.o_bias), ("ffn", has_bias)) if has]
+    biases = {
+        "q, k, v": mixer is not None and mixer.qkv_bias, "o": mixer is not None and mixer.o_bias,
+        "ffn": ffn is not None and not isinstance(ffn, Moe) and ffn.bias,
+    }  # fmt: skip
+    names = [name for name, has in biases.items() if has]
     lines = [f"biases on {', '.join(names)}"] if names else []
     if isinstance(ffn, Gelu | Geglu):
         lines.append("ffn without a gate (gelu)" if isinstance(ffn, Gelu) else "ffn gated by gelu")

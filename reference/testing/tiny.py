@@ -102,6 +102,22 @@ def moe_config(**changes: Any) -> dict[str, Any]:
     return {**config, **changes}
 
 
+def uneven_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of 6 layers that differ in key/value heads and inner width; some without attention, ffn, or both."""
+    config = tiny_config(
+        num_hidden_layers=6,
+        mixer={"num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "position": {"kind": "rope"}},
+        layers={
+            "0": {"mixer": None},
+            "1": {"mixer": {"num_kv_heads": 2}, "ffn": {"intermediate_size": 32}},
+            "2": {"ffn": None},
+            "3": {"mixer": None, "ffn": None, "gate": {"mode": "sigmoid", "source": "bank", "slots": 5}},
+            "4": {"mixer": {"num_heads": 8, "pattern": {"kind": "window", "window": 9}}, "ffn": {"kind": "gelu", "intermediate_size": 160}},
+        },
+    )  # fmt: skip
+    return {**config, **changes}
+
+
 def tiny_model(config: dict[str, Any], seed: int = 0) -> ReferenceModel:
     """A reference model with random weights, spread widely enough that its logits are of order 10."""
     generator = torch.Generator().manual_seed(seed)

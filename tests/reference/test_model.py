@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tiers.reference.config import ModelConfig
 from tiers.reference.model import Cache, ReferenceModel, parameter_shapes, slopes
 from tiers.reference.testing.compare import LOGPROB_BUDGET, assert_close
-from tiers.reference.testing.tiny import alibi_config, moe_config, random_ids, tiny_config, tiny_model
+from tiers.reference.testing.tiny import alibi_config, moe_config, random_ids, tiny_config, tiny_model, uneven_config
 
 # Whole models are compared in float64. In float32 the rounding of another order of sums is enough to move a key across
 # the threshold of a top-k now and then, and the logits with it by as much as 0.3: that is a property of the rule.
@@ -22,6 +22,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tiny": tiny_config(),
     "alibi": alibi_config(),
     "moe": moe_config(),
+    "uneven": uneven_config(),
+    "uneven, parallel, sandwich": uneven_config(residual="parallel", norm_position="sandwich"),
     "parallel": tiny_config(residual="parallel", norm={"kind": "layer", "bias": False}),
 }
 
@@ -281,6 +283,28 @@ def test_a_parallel_residual_feeds_both_units_the_same_input() -> None:
     assert_close(model(ids), model.lm_head(model.norm(h)), EXACT)
     sequential = with_weights_of(config, residual="sequential")
     assert (sequential(ids) - model(ids)).abs().max() > 0.1
+
+
+def test_a_layer_without_attention_and_ffn_passes_everything_on() -> None:
+    """Its parameters are none, and taking it out changes nothing."""
+    config = uneven_config(layers={"2": {"mixer": None, "ffn": None}})
+    model = exact_model(config)
+    assert not list(model.layers[2].parameters())
+    expected = model(ids_of(20))
+    del model.layers[2]
+    assert_close(model(ids_of(20)), expected, EXACT)
+
+
+def test_layers_without_one_of_them_compute_the_other_alone() -> None:
+    config = uneven_config(num_hidden_layers=2, layers={"0": {"ffn": None}, "1": {"mixer": None}})
+    model = exact_model(config)
+    ids = ids_of(20)
+    names = {name.split(".")[2] for name, _ in model.named_parameters() if name.startswith("layers.1.")}
+    assert names == {"ffn_norm", "ffn"}
+    h = model.embed_tokens(ids)
+    h = h + model.layers[0].mixer(model.layers[0].mixer_norm(h), torch.arange(20), Cache())
+    h = h + model.layers[1].ffn(model.layers[1].ffn_norm(h))
+    assert_close(model(ids), model.lm_head(model.norm(h)), EXACT)
 
 
 def test_the_gate_comes_after_the_residual_of_the_ffn() -> None:

@@ -12,7 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 from tiers.reference.testing.compare import LOGPROB_BUDGET
-from tiers.reference.testing.tiny import alibi_config, moe_config, save_model, save_tiny, tiny_config, tiny_model
+from tiers.reference.testing.tiny import (
+    alibi_config,
+    moe_config,
+    save_model,
+    save_tiny,
+    tiny_config,
+    tiny_model,
+    uneven_config,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -49,6 +57,7 @@ def run_process(folder: Path, environment: dict[str, str] | None = None, **optio
     [
         pytest.param(tiny_config(), {"tensor_parallel_size": 2}, id="TP2-rope-gates"),
         pytest.param(unequal_config(), {"tensor_parallel_size": 2}, id="TP2-alibi-unequal-groups"),
+        pytest.param(uneven_config(), {"tensor_parallel_size": 2}, id="TP2-uneven-layers"),
         pytest.param(tiny_config(), {"pipeline_parallel_size": 2}, id="PP2-gates-on-the-second-stage"),
     ],
 )
