@@ -100,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
         "--strict", action="store_true", help="a value of config.json that nothing reads counts as not servable"
     )
 
+    command.add_argument(
+        "--stats", metavar="FILE", type=Path,
+        help="run the reference model on the prompts of FILE, one in each line, and say how evenly tokens fall on experts",
+    )  # fmt: skip
+
     command = add("map", "Print which parameter each tensor of a model folder fills, and by which rule.", _map)
     command.add_argument(
         "--explain", metavar="KEY", nargs="?", const="",
@@ -362,7 +367,7 @@ def _serve(args: argparse.Namespace, rest: list[str]) -> None:
 def _inspect(args: argparse.Namespace, rest: list[str]) -> None:
     from tiers.vllm_model.inspect import run
 
-    sys.exit(run(args.model, args.family, args.json, args.strict))
+    sys.exit(run(args.model, args.family, args.json, args.strict, args.stats))
 
 
 def _map(args: argparse.Namespace, rest: list[str]) -> None:

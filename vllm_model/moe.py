@@ -6,6 +6,7 @@ Every tier has the same weights, w13 [L, 2 F, M] (gate above up) and w2 [L, M, F
 along L by expert parallelism; what the ranks compute is summed at the end, together with the shared experts.
 """
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_l
 
 from tiers.reference import config as c
 from tiers.reference.errors import ServingError
-from tiers.reference.ops.moe import route
+from tiers.reference.ops.moe import balance, route
 from tiers.vllm_model import compat, dispatch, metrics
 from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.plan import Tier
@@ -188,8 +189,8 @@ class MoeTier:
     ) -> None:
         self.choice, self.config, self.experts, self.correction = choice, config, experts, correction
         self.expected: list[Tensor] = []
-        self.sample: tuple[Tensor, ...] = ()
-        self.balance: Callable[[Tensor], None] | None = None
+        self.corner: tuple[Tensor, ...] = ()
+        self.rate, self.random = 0.0, random.Random(choice.layer)
         self._use(choice.tier)
 
     def _use(self, tier: Tier) -> None:
@@ -204,7 +205,22 @@ class MoeTier:
         """
         if self.expected and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             self.prove(hidden)
+        if self.rate and self.random.random() < self.rate:
+            self._sample(logits)
         return self._run(hidden, logits)
+
+    def _sample(self, logits: Tensor) -> None:
+        """Count how the tokens of this step fall on experts; not of runs without requests, nor while a graph is captured."""
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        # Rows beyond are padding.
+        own = next(iter(metadata.values()))
+        tokens = getattr(own, "num_tokens", None) or getattr(own, "num_actual_tokens", len(logits))
+        if not tokens:
+            return
+        counts, loss = balance(logits[:tokens], route(logits[:tokens], self.correction, self.config)[1])
+        metrics.count_experts(self.choice.layer, counts.tolist(), loss.item())
 
     def _run(self, hidden: Tensor, logits: Tensor) -> Tensor:
         if self.function is None:
@@ -224,7 +240,7 @@ class MoeTier:
         reference = dispatch.function("moe", Tier.REFERENCE)
         weight = self.experts.matrices()[2]
         self.expected = [self._by(reference, *self._inputs(count, weight)) for count in PROOF]
-        self.sample = tuple(matrix[-1, :, :1].clone() for matrix in self.experts.matrices())
+        self.corner = tuple(matrix[-1, :, :1].clone() for matrix in self.experts.matrices())
         if self.tier is not Tier.FAST:
             self.prove(weight)
 
@@ -269,7 +285,7 @@ class MoeTier:
             now = tuple(matrix[-1, :, :1] for matrix in self.experts.matrices())
         except IndexError:
             return False
-        return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, self.sample, strict=True))
+        return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, self.corner, strict=True))
 
 
 # As of the gate: the name of the layer is an input of the compiled graph, and which tier serves is decided at every call.
@@ -331,6 +347,9 @@ class MoeFfn(nn.Module):
         if prefix in layers:
             raise ValueError(f"two layers are named {prefix}")
         self.served = layers[prefix] = MoeTier(choice, config, self.experts, self.correction_bias)
+        # Every rank routes every token, so the first one counts for all.
+        if rank == 0:
+            self.served.rate = metrics.balance_rate(vllm_config.additional_config)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, M] to [T, M]."""

@@ -14,7 +14,7 @@ from tiers.reference.errors import ConfigError, ServingError
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import Description, ModelFolder, describe, describe_config, open_described
 from tiers.reference.weight_map import WeightMap
-from tiers.vllm_model import compat, shadow
+from tiers.vllm_model import compat, metrics, shadow
 from tiers.vllm_model.dispatch import Choice, Where, resolve
 from tiers.vllm_model.hf_config import TiersConfig, asked_family
 from tiers.vllm_model.plan import AUTO, Tier, TierPlan
@@ -159,6 +159,7 @@ def check_vllm_config(vllm_config: Any) -> None:
     if parallel.enable_eplb:
         _check_balancer(choices)
     shadow.options_of(vllm_config.additional_config)
+    metrics.balance_rate(vllm_config.additional_config)
     if reads_folder(vllm_config):
         folder = model_folder(vllm_config.model_config)
         for note in _logged_once(folder):

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tiers.reference.analysis.rules import slices
+from tiers.reference.convert import convert
 from tiers.reference.errors import CheckpointError, ConfigError
 from tiers.reference.family import read_family
 from tiers.reference.load import describe_config, load_model, open_model
@@ -51,6 +53,25 @@ def test_fused_experts_are_read_in_both_orientations(
     if name == "qwen3_moe":
         assert theirs.config.moe_intermediate_size == theirs.config.hidden_size
     assert_close(load_model(tmp_path)(IDS), foreign_logits(theirs, IDS), LOGPROB_BUDGET)
+
+
+@torch.inference_mode()
+def test_a_folder_of_fused_experts_can_be_converted_and_mapped(tmp_path: Path) -> None:
+    save_fused(tmp_path / "theirs", turned, "mixtral")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    ours, theirs = (load_model(tmp_path / name).state_dict() for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert "layers.0.ffn.experts.3.up_proj.weight" in open_model(tmp_path / "ours").checkpoint.infos
+
+    opened = open_model(tmp_path / "theirs")
+    name = "model.layers.2.mlp.experts.gate_up_proj"
+    parts = slices(opened.map.entries[name], opened.checkpoint.infos[name], opened.config)
+    targets = opened.map.entries[name].targets
+    assert (
+        dict(zip(targets, parts, strict=True))["layers.2.ffn.experts.3.up_proj.weight"]
+        == "expert 3, block 2 of 2 (experts)"
+    )
 
 
 def test_two_orientations_in_one_layer_are_refused(tmp_path: Path) -> None:

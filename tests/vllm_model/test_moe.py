@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from tiers.reference.analysis.balance import load_balance
+from tiers.reference.errors import ConfigError
 from tiers.reference.load import load_model
 from tiers.reference.model import ReferenceModel
 from tiers.reference.testing.compare import LOGPROB_BUDGET
 from tiers.reference.testing.tiny import moe_config, random_ids, save_tiny
-from tiers.vllm_model import dispatch
+from tiers.vllm_model import dispatch, metrics
+from tiers.vllm_model.metrics import balance_rate
 from tiers.vllm_model.testing import NEW_TOKENS, run, worst_error
 
 pytestmark = pytest.mark.engine
@@ -73,6 +76,33 @@ def test_what_ran_is_what_was_planned(served: tuple[Any, ReferenceModel, str], m
     assert calls["kernel"] == (3 * NEW_TOKENS if tier == "fast" else 0)
 
 
+def test_sampled_steps_say_how_tokens_fall_on_experts(start_engine: Callable[..., Any], tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", moe_config())
+    engine = start_engine(folder, additional_config={"tiers": "reference", "expert_balance": 1.0})
+    metrics.EXPERTS.clear()
+    prompt = random_ids(30, 320, seed=9)
+    (output,) = run(engine, [prompt])
+    # What was read: the prompt and all that was generated but the last.
+    read = [*prompt, *output.outputs[0].token_ids[:-1]]
+    expected = load_balance(load_model(folder), [read])
+    assert {layer: tuple(counts) for layer, (counts, _, _) in metrics.EXPERTS.items()} == {
+        row.layer: row.counts for row in expected
+    }
+    for _, losses, samples in metrics.EXPERTS.values():
+        assert samples == NEW_TOKENS
+        assert 0.9 * samples < losses < 8 * samples
+
+
+@pytest.mark.parametrize("rate", [0, 1.5, True, "often"])
+def test_a_rate_that_is_none_is_refused(rate: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expert_balance is .*; expected a number above 0 and at most 1"):
+        balance_rate({"expert_balance": rate})
+
+
+def test_without_a_rate_nothing_is_sampled() -> None:
+    assert balance_rate({}) == balance_rate(None) == 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's layer does not serve float32 on CUDA")
 def test_auto_takes_the_layer_of_vllm(start_engine: Callable[..., Any], tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", moe_config())
@@ -81,3 +111,23 @@ def test_auto_takes_the_layer_of_vllm(start_engine: Callable[..., Any], tmp_path
     outputs = run(engine, [random_ids(20, 320, seed=3)], prompt_logprobs=0)
     assert dispatch.COUNTS["moe", "fast"] > before
     assert worst_error(outputs, load_model(folder)) <= LOGPROB_BUDGET
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("plan", ["fast", "compiled", "reference"])
+def test_bfloat16_on_a_gpu_matches_the_reference(plan: str, start_engine: Callable[..., Any], tmp_path: Path) -> None:
+    """By the typical token: bfloat16 may choose other experts for a few."""
+    folder = save_tiny(tmp_path / "model", moe_config())
+    engine = start_engine(folder, dtype="bfloat16", additional_config={"tiers": f"reference,*.moe={plan}"})
+    before = dispatch.COUNTS["moe", plan]
+    (output,) = run(engine, [random_ids(100, 320, seed=5)], prompt_logprobs=0)
+    assert dispatch.COUNTS["moe", plan] > before
+    ids = list(output.prompt_token_ids)
+    found = torch.tensor(
+        [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+    )
+    rows, tokens = torch.arange(len(ids) - 1), torch.tensor(ids[1:])
+    exact = load_model(folder)(torch.tensor(ids)).log_softmax(-1)[rows, tokens]
+    noisy = load_model(folder, torch.bfloat16)(torch.tensor(ids)).float().log_softmax(-1)[rows, tokens]
+    assert (found - exact).abs().median() <= 2 * (noisy - exact).abs().median() + 0.02
