@@ -93,15 +93,12 @@ class FusedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.correction, self.width = config, correction, width
-        parallel = vllm_config.parallel_config
-        self.redundant = parallel.eplb_config.num_redundant_experts if parallel.enable_eplb else 0
         # vLLM finds the weights by these names.
         self.experts = FusedMoEFactory(
             num_experts=config.num_experts, top_k=config.top_k, hidden_size=width,
             intermediate_size=config.intermediate_size, renormalize=config.renormalize, activation=config.activation,
             quant_config=vllm_config.quant_config, prefix=f"{prefix}.experts", reduce_results=False,
-            router_logits_dtype=torch.float32, enable_eplb=parallel.enable_eplb, num_redundant_experts=self.redundant,
-            **self._routing(),
+            router_logits_dtype=torch.float32, **self._routing(),
         )  # fmt: skip
         self.inner = config.intermediate_size // self.experts.moe_config.moe_parallel_config.tp_size
         self.first = self.experts.moe_config.moe_parallel_config.ep_rank * (
@@ -145,10 +142,7 @@ class FusedExperts(nn.Module):
         """As `Experts.load`, through vLLM's loader, which pads and places as the kernel wants it."""
         stack, part = PARTS[name]
         parameter = getattr(self.experts.routed_experts, f"{stack}_weight")
-        # Copies that the load balancer may move come after the experts themselves.
-        count = self.config.num_experts
-        for physical in (expert, *(n for n in range(count, count + self.redundant) if n % count == expert)):
-            parameter.weight_loader(parameter, tensor, f"{stack}_weight", part, physical)
+        parameter.weight_loader(parameter, tensor, f"{stack}_weight", part, expert)
 
     def matrices(self) -> tuple[Tensor, Tensor, Tensor]:
         """As `Experts.matrices`; only while the weights lie as they were loaded."""

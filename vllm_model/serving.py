@@ -17,7 +17,7 @@ from tiers.reference.weight_map import WeightMap
 from tiers.vllm_model import compat, metrics, shadow
 from tiers.vllm_model.dispatch import Choice, Where, resolve
 from tiers.vllm_model.hf_config import TiersConfig, asked_family
-from tiers.vllm_model.plan import AUTO, Tier, TierPlan
+from tiers.vllm_model.plan import AUTO, TierPlan
 
 # vLLM prints loggers below its own name.
 logger = logging.getLogger("vllm.tiers")
@@ -109,6 +109,11 @@ def _check_experts(config: ModelConfig, options: Options) -> None:
             f"--data-parallel-size is {options.data_parallel_size}, but layer {index} has experts, which vLLM would spread over "
             "these ranks too; expected 1. Start one server per copy of the model instead"
         )
+    if options.enable_eplb:
+        raise ServingError(
+            "--enable-eplb is set, but moving experts between ranks while serving is not supported yet; leave the flag out. "
+            "tiers inspect --stats says how evenly tokens fall on experts"
+        )
     if options.enable_lora:
         raise ServingError(
             f"--enable-lora is set, but layer {index} has experts, for which adapters are not supported yet. Merge the adapter "
@@ -155,25 +160,13 @@ def check_vllm_config(vllm_config: Any) -> None:
             enable_eplb=parallel.enable_eplb,
         ),
     )
-    choices = choose_tiers(vllm_config)
-    if parallel.enable_eplb:
-        _check_balancer(choices)
+    choose_tiers(vllm_config)
     shadow.options_of(vllm_config.additional_config)
     metrics.balance_rate(vllm_config.additional_config)
     if reads_folder(vllm_config):
         folder = model_folder(vllm_config.model_config)
         for note in _logged_once(folder):
             logger.info("%s: %s", folder.folder, note)
-
-
-def _check_balancer(choices: tuple[Choice, ...]) -> None:
-    """vLLM's load balancer moves experts of its own layer only."""
-    for choice in choices:
-        if choice.operator == "moe" and choice.tier is not Tier.FAST:
-            raise ServingError(
-                f"--enable-eplb is set, but the experts of layer {choice.layer} are on tier {choice.tier.value}, whose weights the "
-                f"balancer cannot move; leave the flag out, or use tier fast: --tiers 'auto,{choice.layer}.moe=fast'"
-            )
 
 
 def reads_folder(vllm_config: Any) -> bool:

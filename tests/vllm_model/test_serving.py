@@ -231,7 +231,8 @@ def test_expert_parallelism_without_experts_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"), [({"data_parallel_size": 2}, "--data-parallel-size is 2, but layer 1 has experts"),
-                           ({"enable_lora": True}, "--enable-lora is set, but layer 1 has experts")],
+                           ({"enable_lora": True}, "--enable-lora is set, but layer 1 has experts"),
+                           ({"enable_eplb": True}, "--enable-eplb is set, but moving experts")],
 )  # fmt: skip
 def test_what_experts_cannot_follow_is_refused(options: dict[str, Any], words: str) -> None:
     mixers = {"mixer": {**tiny_config()["mixer"], "head_map": "contiguous"}}
