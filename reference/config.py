@@ -16,8 +16,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from tiers.reference.checks import MAX_SIZE as _MAX_SIZE
+from tiers.reference.checks import at_most as _at_most
+from tiers.reference.checks import not_negative as _not_negative
+from tiers.reference.checks import positive as _positive
 from tiers.reference.errors import ConfigError
 from tiers.reference.heads import head_map
+
+# Those of a config are all here.
+from tiers.reference.positions import (  # noqa: F401
+    ROPE,
+    T5,
+    Alibi,
+    DeepseekYarn,
+    Dynamic,
+    Kerple,
+    Linear,
+    Llama3,
+    LongRope,
+    NoPosition,
+    Ntk,
+    NtkAlpha,
+    Position,
+    Rope,
+    Sandwich,
+    Xpos,
+    Yarn,
+    check_length,
+    check_position,
+)
 
 MODEL_TYPE = "tiers"
 ARCHITECTURE = "TiersForCausalLM"
@@ -31,36 +58,18 @@ HF_KEYS = frozenset(
 )  # fmt: skip
 
 
-# Far beyond any model: sizes that no weights have would take memory, or time, before they are compared with weights.
+# Far beyond any model, as the limits of checks.py are.
 MAX_LAYERS = 1024
 _MAX_OVERRIDDEN = 16 * MAX_LAYERS
-_MAX_HEADS, _MAX_HEAD_DIM, _MAX_SIZE = 4096, 2**16, 2**24
-# Elements of a rotary table, positions times channels; it is the only thing whose size no weight confirms.
-_MAX_TABLE = 2**31
+_MAX_HEADS, _MAX_HEAD_DIM = 4096, 2**16
+# Every expert has tensors of its own, and listing those of all layers takes time.
+_MAX_EXPERTS = 1024
 
 # What float32 can still multiply and square.
 _LEAST, _LARGEST = 1e-15, 1e15
 
 # A config.json, and how its objects and lists are nested.
 _MAX_BYTES, _MAX_DEPTH, _MAX_KEY = 8 * 2**20, 32, 200
-
-
-def _positive(**values: int | float | None) -> None:
-    for name, value in values.items():
-        if value is not None and value <= 0:
-            raise ConfigError(f"{name} is {value}; expected a number above 0")
-
-
-def _at_most(limit: int, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value > limit:
-            raise ConfigError(f"{name} is {value}; expected at most {limit}")
-
-
-def _not_negative(**values: int | float | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < 0:
-            raise ConfigError(f"{name} is {value}; expected 0 or more")
 
 
 # ---- attention patterns: which keys a query keeps -------------------------------------------------------------------
@@ -106,97 +115,6 @@ class TopK:
         _not_negative(sink=self.sink, window=self.window)
 
 
-# ---- positions ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Linear:
-    """Positions divided by `factor`."""
-
-    kind: ClassVar[str] = "linear"
-    factor: float
-
-    def __post_init__(self) -> None:
-        _positive(factor=self.factor)
-
-
-@dataclass(frozen=True)
-class Dynamic:
-    """NTK scaling with the base for the whole of max_position_embeddings, the same at every step (see ops/rope.py)."""
-
-    kind: ClassVar[str] = "dynamic"
-    factor: float
-    original_max_position_embeddings: int
-
-    def __post_init__(self) -> None:
-        _positive(factor=self.factor, original_max_position_embeddings=self.original_max_position_embeddings)
-
-
-@dataclass(frozen=True)
-class Yarn:
-    kind: ClassVar[str] = "yarn"
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        _positive(factor=self.factor, original_max_position_embeddings=self.original_max_position_embeddings)
-        _positive(beta_fast=self.beta_fast, beta_slow=self.beta_slow, attention_factor=self.attention_factor)
-
-
-@dataclass(frozen=True)
-class Llama3:
-    kind: ClassVar[str] = "llama3"
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-    def __post_init__(self) -> None:
-        _positive(factor=self.factor, original_max_position_embeddings=self.original_max_position_embeddings)
-        _positive(low_freq_factor=self.low_freq_factor, high_freq_factor=self.high_freq_factor)
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions. `style` is how channels pair up: "half" (i with i + d/2) or "interleaved" (2i with 2i + 1)."""
-
-    kind: ClassVar[str] = "rope"
-    theta: float = 10000.0
-    style: Literal["half", "interleaved"] = "half"
-    partial_rotary_factor: float = 1.0
-    scaling: Linear | Dynamic | Yarn | Llama3 | None = None
-
-    def __post_init__(self) -> None:
-        _positive(theta=self.theta)
-        if not 0 < self.partial_rotary_factor <= 1:
-            raise ConfigError(f"partial_rotary_factor is {self.partial_rotary_factor}; expected a number in (0, 1]")
-        if isinstance(self.scaling, Yarn) and self.theta == 1:
-            raise ConfigError(
-                "theta is 1.0; expected another number, since scaling of kind yarn divides by its logarithm"
-            )
-
-    def rotary_dim(self, head_dim: int) -> int:
-        """Channels of each head that turn; the rest pass through untouched."""
-        return int(head_dim * self.partial_rotary_factor)
-
-
-@dataclass(frozen=True)
-class Alibi:
-    """A linear penalty on distance. Without `slopes`, the published ones for the number of query heads."""
-
-    kind: ClassVar[str] = "alibi"
-    slopes: tuple[float, ...] | None = None
-
-
-@dataclass(frozen=True)
-class NoPosition:
-    kind: ClassVar[str] = "none"
-
-
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +150,7 @@ class Attention:
     head_dim: int
     head_map: Literal["contiguous", "interleaved"] | tuple[int, ...] = "contiguous"
     pattern: Dense | Window | TopK = Dense()
-    position: Rope | Alibi | NoPosition = Rope()
+    position: Position = ROPE
     scale: float | None = None
     softcap: float | None = None
     qkv_bias: bool = False
@@ -250,22 +168,7 @@ class Attention:
                 "qk_norm is full and head_map makes groups of unequal size; expected groups of one size, since empty heads "
                 "fill up the smaller ones and would count in the norm"
             )
-        if isinstance(self.position, Rope):
-            rotary = self.position.rotary_dim(self.head_dim)
-            if rotary % 2 or not rotary:
-                raise ConfigError(
-                    f"position.partial_rotary_factor {self.position.partial_rotary_factor} of head_dim {self.head_dim} "
-                    f"is {rotary} channels; expected an even number above 0, since channels turn in pairs"
-                )
-            if rotary == 2 and isinstance(self.position.scaling, Dynamic):
-                raise ConfigError(
-                    "position.scaling of kind dynamic is given 2 rotary channels; expected at least 4, since its base "
-                    "grows with the power channels / (channels - 2)"
-                )
-        if isinstance(self.position, Alibi) and self.position.slopes is not None:
-            found = len(self.position.slopes)
-            if found != self.num_heads:
-                raise ConfigError(f"position.slopes has {found} entries; expected num_heads = {self.num_heads}")
+        check_position(self.position, self.num_heads, self.head_dim)
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -319,6 +222,60 @@ class Gelu:
 
 
 @dataclass(frozen=True)
+class Moe:
+    """Experts, of which every token uses `top_k`; see ops/moe.py for the formulas.
+
+    With `groups` above 1 only experts of the best `top_groups` groups are chosen from. A group scores as its best expert
+    ("max") or as the sum of its best two ("top2"). Shared experts, which every token uses, are one ffn of
+    `shared_intermediate_size`; with `shared_gate` each token scales what it takes of it by a sigmoid.
+    """
+
+    kind: ClassVar[str] = "moe"
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    correction_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    routed_scaling_factor: float = 1.0
+    shared_intermediate_size: int | None = None
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(num_experts=self.num_experts, top_k=self.top_k, intermediate_size=self.intermediate_size)
+        _positive(groups=self.groups, top_groups=self.top_groups, routed_scaling_factor=self.routed_scaling_factor)
+        _positive(shared_intermediate_size=self.shared_intermediate_size)
+        _at_most(_MAX_EXPERTS, num_experts=self.num_experts)
+        _at_most(_MAX_SIZE, intermediate_size=self.intermediate_size)
+        _at_most(_MAX_SIZE, shared_intermediate_size=self.shared_intermediate_size)
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"top_k is {self.top_k}; expected at most num_experts = {self.num_experts}")
+        if self.num_experts % self.groups:
+            raise ConfigError(
+                f"num_experts is {self.num_experts} and groups is {self.groups}; expected groups of one size, so a multiple "
+                f"of {self.groups} experts"
+            )
+        if self.top_groups > self.groups:
+            raise ConfigError(f"top_groups is {self.top_groups}; expected at most groups = {self.groups}")
+        reachable = self.num_experts // self.groups * self.top_groups
+        if self.top_k > reachable:
+            raise ConfigError(
+                f"top_k is {self.top_k}, but {self.top_groups} of {self.groups} groups hold {reachable} experts; expected at "
+                "most that"
+            )
+        if self.group_score == "top2" and self.num_experts // self.groups < 2:
+            raise ConfigError(
+                f"group_score is top2, but a group has {self.num_experts // self.groups} expert; expected groups of 2 or more"
+            )
+        if self.shared_gate and self.shared_intermediate_size is None:
+            raise ConfigError("shared_gate is true, but there are no shared experts; set shared_intermediate_size")
+
+
+@dataclass(frozen=True)
 class Gate:
     """A knowledge gate after the ffn; see ops/knowledge_gate.py for the formulas.
 
@@ -344,14 +301,17 @@ class Gate:
 
 @dataclass(frozen=True)
 class Layer:
-    mixer: Attention
-    ffn: Swiglu | Geglu | Gelu
+    """A layer; one without mixer or ffn, or either, passes the residual stream on in its place."""
+
+    mixer: Attention | None
+    ffn: Swiglu | Geglu | Gelu | Moe | None
     gate: Gate | None = None
 
     @property
     def operators(self) -> tuple[str, ...]:
         """The operators of this layer that a tier is chosen for."""
-        return ("attention", "gate") if self.gate else ("attention",)
+        has = {"attention": self.mixer is not None, "moe": isinstance(self.ffn, Moe), "gate": self.gate is not None}
+        return tuple(operator for operator, here in has.items() if here)
 
 
 @dataclass(frozen=True)
@@ -383,13 +343,34 @@ class ModelConfig:
         _positive(max_position_embeddings=self.max_position_embeddings)
         _at_most(_MAX_SIZE, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         _at_most(_MAX_SIZE, max_position_embeddings=self.max_position_embeddings)
-        for layer in self.layers:
-            position, size = layer.mixer.position, layer.mixer.head_dim
-            if isinstance(position, Rope) and position.rotary_dim(size) * self.max_position_embeddings > _MAX_TABLE:
-                raise ConfigError(
-                    f"max_position_embeddings is {self.max_position_embeddings} and head_dim {size}; expected a rotary table "
-                    f"of at most {_MAX_TABLE} numbers"
-                )
+        if not self.mixers:
+            raise ConfigError("mixer is null in every layer; expected attention in one of them at least")
+        for mixer in self.mixers:
+            check_length(mixer.position, mixer.head_dim, self.max_position_embeddings)
+        tables = {(m.position, m.num_heads) for m in self._sharing}
+        if len(tables) > 1:
+            (one, heads), (other, others) = sorted(tables, key=str)[:2]
+            raise ConfigError(
+                f"layers share a table of positions of kind t5, but one has {heads} heads and {_buckets(one)}, another "
+                f"{others} heads and {_buckets(other)}; expected one table for all, or shared false"
+            )
+
+    @property
+    def _sharing(self) -> list["Attention"]:
+        return [mixer for mixer in self.mixers if isinstance(mixer.position, T5) and mixer.position.shared]
+
+    @property
+    def t5_table(self) -> tuple[int, int] | None:
+        """Buckets and heads of the table that layers share, or None where none do."""
+        for mixer in self._sharing:
+            assert isinstance(mixer.position, T5)
+            return mixer.position.num_buckets, mixer.num_heads
+        return None
+
+    @property
+    def mixers(self) -> tuple[Attention, ...]:
+        """Of the layers that have one, in order."""
+        return tuple(layer.mixer for layer in self.layers if layer.mixer is not None)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
@@ -431,6 +412,10 @@ class ModelConfig:
     def from_json(cls, path: Path) -> "ModelConfig":
         """Read `config.json`, or the folder that holds it."""
         return cls.from_dict(read_json(path / "config.json" if path.is_dir() else path), "config.json")
+
+
+def _buckets(position: Any) -> str:
+    return f"{position.num_buckets} buckets up to {position.max_distance}"
 
 
 def read_json(path: Path) -> Any:

@@ -65,7 +65,7 @@ class Family:
         )  # fmt: skip
         found.functions = {
             "rope": functools.partial(rope, found), "context": functools.partial(context, found),
-            "gated": fields.gated, "alibi_slopes": fields.slopes, "plain": fields.plain, "sqrt": fields.sqrt, "min": min, "max": max, "len": len,
+            "gated": fields.gated, "experts_activation": fields.experts_activation, "alibi_slopes": fields.slopes, "plain": fields.plain, "sqrt": fields.sqrt, "min": min, "max": max, "len": len,
             "int": int, "float": float, "given": lambda name: found.find(name) is not None,
         }  # fmt: skip
         try:

@@ -246,6 +246,15 @@ def plain(act: str, inner: int, bias: bool = False) -> dict[str, Any]:
     raise ConfigError(f"the activation is {shown(act)}; expected gelu, gelu_new or gelu_pytorch_tanh")
 
 
+def experts_activation(act: str) -> str:
+    """The activation of a gated expert, as transformers names it, in our words."""
+    if act in ("silu", "swish", "swiglu"):
+        return "silu"
+    if _GELU.get(act):
+        return "gelu_tanh" if _GELU[act] == "tanh" else "gelu"
+    raise ConfigError(f"the activation is {shown(act)}; expected silu, gelu or gelu_pytorch_tanh for experts")
+
+
 def slopes(heads: int, factor: float = 1.0) -> list[float]:
     """The published ALiBi slopes for a number of heads, times a factor."""
     if isinstance(heads, bool) or not isinstance(heads, int) or not 0 < heads <= 4096:

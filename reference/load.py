@@ -266,6 +266,7 @@ class CheckedTensors:
                     name, TensorInfo(Path(self.source), tensor.dtype, tuple(tensor.shape)), self.expected[name]
                 )
                 check_finite(name, tensor, self.source)
+                _check_positive(name, tensor, self.source)
                 self._check_range(name, tensor)
                 yield name, tensor[: self.expected[name][0]]
 
@@ -297,6 +298,17 @@ class CheckedTensors:
                 f"{self.source}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight. "
                 "Set tie_word_embeddings to false to use the head, or remove it from the file"
             )
+
+
+def _check_positive(name: str, tensor: Tensor, source: str) -> None:
+    """A logarithm of 1 + r2 * distance is no number where r2 is negative; training clamps r1 and r2 above 0."""
+    if name.rpartition(".")[2] not in ("kerple_r1", "kerple_r2") or bool((tensor >= 0).all()):
+        return
+    first = int((tensor < 0).nonzero()[0])
+    raise CheckpointError(
+        f"{source}: {name}[{first}] is {tensor[first].item():.4g}; expected 0 or more. If training clamps these numbers when "
+        "they are used, clamp them in the file"
+    )
 
 
 def check_finite(name: str, tensor: Tensor, source: str) -> None:

@@ -10,17 +10,21 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tiers.reference import config as c
 from tiers.reference.ops import ffn, norm
-from tiers.reference.ops.alibi import alibi_slopes
 from tiers.reference.ops.attention import attention
+from tiers.reference.ops.bias import Bias, bias_of
 from tiers.reference.ops.knowledge_bank import knowledge_bank
 from tiers.reference.ops.knowledge_gate import knowledge_gate
+from tiers.reference.ops.moe import moe
 from tiers.reference.ops.rope import rope, rope_table
+from tiers.reference.ops.xpos import xpos_decay
+from tiers.reference.positions import learned, rotation
 
 # Layers with the same positions share a table: it can be larger than their weights.
 _rope_table = functools.lru_cache(maxsize=8)(rope_table)
@@ -36,7 +40,7 @@ class Cache:
     @property
     def length(self) -> int:
         """Tokens in the cache."""
-        return self.keys[0].shape[0] if self.keys else 0
+        return next(iter(self.keys.values())).shape[0] if self.keys else 0
 
     def append(self, layer: int, key_TKD: Tensor, value_TKD: Tensor) -> tuple[Tensor, Tensor]:
         """Add the tokens of one step; returns all keys and values of the layer."""
@@ -61,12 +65,12 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    slopes_H: Tensor | None
     table_PR: Tensor
+    decay_D: Tensor | None
 
     def __init__(self, config: c.Attention, model: c.ModelConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
+        self.config, self.layer, self.max_positions = config, layer, model.max_position_embeddings
         width, size = model.hidden_size, config.head_dim
         self.q_proj = nn.Linear(width, config.num_heads * size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, config.num_kv_heads * size, bias=config.qkv_bias)
@@ -80,10 +84,25 @@ class Attention(nn.Module):
         self.head_map = None if config.head_map == "contiguous" else config.heads
         # Derived from the config, so no part of a checkpoint; on the CPU, since a meta model still knows its config.
         with torch.device("cpu"):
-            if isinstance(config.position, c.Rope):
-                table = _rope_table(config.position, size, model.max_position_embeddings)
+            self.turns = rotation(config.position)
+            if self.turns is not None:
+                table = _rope_table(self.turns, size, model.max_position_embeddings)
                 self.register_buffer("table_PR", table, persistent=False)
-            self.register_buffer("slopes_H", slopes(config), persistent=False)
+            decay = xpos_decay(config.position, size) if isinstance(config.position, c.Xpos) else None
+            self.register_buffer("decay_D", decay, persistent=False)
+        for name, shape in learned(config.position, config.num_heads).items():
+            self.register_parameter(name, nn.Parameter(torch.rand(shape)))
+        # The model, where it owns a table of positions that layers share; in a tuple, so that it is no part of this one.
+        self.owner: tuple[Any, ...] = ()
+
+    def bias(self) -> Bias | None:
+        """What distance adds to the scores of this layer, from its parameters as they are now."""
+        position, heads = self.config.position, self.config.num_heads
+        own = {name: getattr(self, name) for name in learned(position, heads)}
+        if self.owner:
+            own["t5_bias"] = self.owner[0].t5_bias
+        device = self.q_proj.weight.device
+        return bias_of(position, heads, self.config.head_dim, self.max_positions, own, device)
 
     def forward(self, x_TM: Tensor, positions_T: Tensor, cache: Cache) -> Tensor:
         size = self.config.head_dim
@@ -93,25 +112,16 @@ class Attention(nn.Module):
         query, key, value = (part.unflatten(-1, (-1, size)) for part in (query, key, value))
         if self.config.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
-        if isinstance(self.config.position, c.Rope):
-            query = rope(query, positions_T, self.table_PR, self.config.position.style)
-            key = rope(key, positions_T, self.table_PR, self.config.position.style)
+        if self.turns is not None:
+            query = rope(query, positions_T, self.table_PR, self.turns.style)
+            key = rope(key, positions_T, self.table_PR, self.turns.style)
         key, value = cache.append(self.layer, key, value)
         out_THD = attention(
             query, key, value,
             scale=self.config.softmax_scale, pattern=self.config.pattern, head_map=self.head_map,
-            slopes_H=self.slopes_H, softcap=self.config.softcap,
+            bias=self.bias(), decay_D=self.decay_D, softcap=self.config.softcap,
         )  # fmt: skip
         return self.o_proj(out_THD.flatten(1))
-
-
-def slopes(config: c.Attention) -> Tensor | None:
-    """[H] ALiBi slopes of an attention layer in float32, or None where positions are not ALiBi."""
-    if not isinstance(config.position, c.Alibi):
-        return None
-    if config.position.slopes is None:
-        return alibi_slopes(config.num_heads)
-    return torch.tensor(config.position.slopes, dtype=torch.float32)
 
 
 class Ffn(nn.Module):
@@ -132,6 +142,58 @@ class Ffn(nn.Module):
         if isinstance(self.config, c.Geglu):
             return ffn.geglu(x_TM, *six, self.config.approximate)
         return ffn.swiglu(x_TM, *six)
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+
+class MoeFfn(nn.Module):
+    def __init__(self, config: c.Moe, width: int) -> None:
+        super().__init__()
+        self.config = config
+        self.router = nn.Linear(width, config.num_experts, bias=False)
+        self.correction_bias = nn.Parameter(torch.zeros(config.num_experts)) if config.correction_bias else None
+        self.experts = nn.ModuleList(Expert(width, config.intermediate_size) for _ in range(config.num_experts))
+        shared = config.shared_intermediate_size
+        self.shared = Expert(width, shared) if shared is not None else None
+        self.shared_gate = nn.Linear(width, 1, bias=False) if config.shared_gate else None
+
+    def logits(self, x_TM: Tensor) -> Tensor:
+        """[T, E] float32: 16 bits would make ties of experts, and another choice, out of rounding."""
+        exact = torch.float64 if x_TM.dtype == torch.float64 else torch.float32
+        return nn.functional.linear(x_TM.to(exact), self.router.weight.to(exact))
+
+    def matrices(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """gate, up and down of each expert."""
+        gate, up, down = (
+            [getattr(e, name).weight for e in self.experts] for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        return gate, up, down
+
+    def forward(self, x_TM: Tensor) -> Tensor:
+        logits_TE = self.logits(x_TM)
+        correction = None if self.correction_bias is None else self.correction_bias.to(logits_TE.dtype)
+        out_TM = moe(x_TM, logits_TE, correction, *self.matrices(), self.config)
+        if self.shared is None:
+            return out_TM
+        three = (self.shared.gate_proj.weight, self.shared.up_proj.weight, self.shared.down_proj.weight)
+        if self.config.activation == "silu":
+            shared_TM = ffn.swiglu(x_TM, *three)
+        else:
+            approximate = "tanh" if self.config.activation == "gelu_tanh" else "none"
+            shared_TM = ffn.geglu(x_TM, *three, approximate=approximate)
+        if self.shared_gate is not None:
+            shared_TM = torch.sigmoid(self.shared_gate(x_TM)) * shared_TM
+        return out_TM + shared_TM
+
+
+def make_ffn(config: c.Swiglu | c.Geglu | c.Gelu | c.Moe, width: int) -> Ffn | MoeFfn:
+    return MoeFfn(config, width) if isinstance(config, c.Moe) else Ffn(config, width)
 
 
 class Gate(nn.Module):
@@ -160,21 +222,30 @@ class Layer(nn.Module):
         super().__init__()
         self.parallel = model.residual == "parallel"
         self.multiplier = model.residual_multiplier
+        width = model.hidden_size
         before = model.norm_position in ("pre", "sandwich")
         after = model.norm_position in ("post", "sandwich")
-        self.mixer_norm = Norm(model.norm, model.hidden_size) if before else nn.Identity()
-        self.mixer = Attention(config.mixer, model, index)
-        self.mixer_post_norm = Norm(model.norm, model.hidden_size) if after else nn.Identity()
-        self.ffn_norm = Norm(model.norm, model.hidden_size) if before else nn.Identity()
-        self.ffn = Ffn(config.ffn, model.hidden_size)
-        self.ffn_post_norm = Norm(model.norm, model.hidden_size) if after else nn.Identity()
+
+        def norm(wanted: bool, sublayer: object) -> nn.Module:
+            return Norm(model.norm, width) if wanted and sublayer is not None else nn.Identity()
+
+        self.mixer_norm = norm(before, config.mixer)
+        self.mixer = Attention(config.mixer, model, index) if config.mixer is not None else None
+        self.mixer_post_norm = norm(after, config.mixer)
+        self.ffn_norm = norm(before, config.ffn)
+        self.ffn = make_ffn(config.ffn, width) if config.ffn is not None else None
+        self.ffn_post_norm = norm(after, config.ffn)
         self.gate = Gate(config.gate, model) if config.gate else None
 
     def forward(self, h_TM: Tensor, positions_T: Tensor, ids_T: Tensor, cache: Cache) -> Tensor:
-        mixed_TM = self.mixer_post_norm(self.mixer(self.mixer_norm(h_TM), positions_T, cache)) * self.multiplier
-        # In parallel the ffn reads what the mixer read.
-        read_TM = h_TM if self.parallel else h_TM + mixed_TM
-        h_TM = h_TM + mixed_TM + self.ffn_post_norm(self.ffn(self.ffn_norm(read_TM))) * self.multiplier
+        read_TM = h_TM
+        if self.mixer is not None:
+            mixed_TM = self.mixer_post_norm(self.mixer(self.mixer_norm(h_TM), positions_T, cache)) * self.multiplier
+            h_TM = h_TM + mixed_TM
+        if self.ffn is not None:
+            # In parallel the ffn reads what the mixer read.
+            read_TM = read_TM if self.parallel else h_TM
+            h_TM = h_TM + self.ffn_post_norm(self.ffn(self.ffn_norm(read_TM))) * self.multiplier
         return self.gate(h_TM, ids_T) if self.gate is not None else h_TM
 
 
@@ -193,6 +264,11 @@ class ReferenceModel(nn.Module):
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.embed_norm = Norm(config.norm, config.hidden_size) if config.embedding_norm else None
         self.layers = nn.ModuleList(Layer(layer, config, i) for i, layer in enumerate(config.layers))
+        if config.t5_table is not None:
+            self.t5_bias = nn.Parameter(torch.rand(config.t5_table))
+            for mixer in (module for module in self.modules() if isinstance(module, Attention)):
+                if isinstance(mixer.config.position, c.T5) and mixer.config.position.shared:
+                    mixer.owner = (self,)
         self.norm = Norm(config.norm, config.hidden_size)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)

@@ -4,6 +4,7 @@ Old: `rope_theta` and `rope_scaling` {type | rope_type, factor, ...} at the top.
 rope_type, ...}, or one such object per layer type.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,12 +20,28 @@ FIELDS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddin
 _KEYS = {
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ("original_max_position_embeddings",)),
+    "ntk": (("factor",), ("mixed_b",)),
     "yarn": (
         ("factor",),
-        ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+        (
+            "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+            "truncate",
+        ),
+    ),
+    "deepseek_yarn": (
+        ("factor",), ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     ),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
-}
+    "longrope": (
+        ("short_factor", "long_factor"), ("original_max_position_embeddings", "short_mscale", "long_mscale")
+    ),
+    # Written as dynamic with an alpha.
+    "ntk_alpha": (("alpha",), ()),
+}  # fmt: skip
+_SPELLED = tuple(kind for kind in _KEYS if kind != "ntk_alpha")
+
+# Older names that vLLM reads too.
+_OLD_KINDS = {"su": "longrope"}
 
 
 def rope(
@@ -63,13 +80,15 @@ def rope(
 def context(fields: Fields) -> int:
     """The longest context: max_position_embeddings, or what yarn and dynamic scaling stretch the original length to.
 
+    llama3 has no such end: its factor is that of slow channels only, and Llama 3.1 is longer than 8 times its original.
+
     Raises:
         ConfigError: max_position_embeddings is longer than the stretched length: it was stretched twice.
     """
     longest = fields.get("max_position_embeddings")
     settings, path = _settings(fields, "full_attention")
     kind = _kind(settings, path, fields)
-    if kind not in ("yarn", "dynamic", "linear", "llama3"):
+    if kind not in ("yarn", "deepseek_yarn", "dynamic", "linear"):
         return longest
     original, factor = settings.get("original_max_position_embeddings"), settings.get("factor")
     if not isinstance(factor, int | float) or not isinstance(longest, int):
@@ -79,7 +98,7 @@ def context(fields: Fields) -> int:
             f"{fields.source}: max_position_embeddings is {longest}, but {path} stretches {original} positions by "
             f"{factor:g}, to {original * factor:g}; expected at most that. Was the factor applied twice?"
         )
-    if kind in ("linear", "llama3"):
+    if kind == "linear":
         return longest
     original = original or longest
     result = int(original * factor)
@@ -164,13 +183,14 @@ def _kind(settings: Mapping[str, Any], path: str, fields: Fields) -> str | None:
     kind = next(iter(kinds), None)
     if kind in (None, "default"):
         if kind is None and settings.get("factor") is not None:
-            raise ConfigError(f"{fields.source}: {path} has a factor but no rope_type; expected {', '.join(_KEYS)}")
+            raise ConfigError(f"{fields.source}: {path} has a factor but no rope_type; expected {', '.join(_SPELLED)}")
         return None
-    if kind not in _KEYS:
+    kind = _OLD_KINDS.get(kind, kind)
+    if kind not in _SPELLED:
         raise ConfigError(
-            f"{fields.source}: {path}.rope_type is {shown(kind)}; supported are default, {', '.join(_KEYS)}"
+            f"{fields.source}: {path}.rope_type is {shown(kind)}; supported are default, {', '.join(_SPELLED)}"
         )
-    return kind
+    return "ntk_alpha" if kind == "dynamic" and settings.get("alpha") is not None else kind
 
 
 def _scaling(kind: str, settings: Mapping[str, Any], path: str, fields: Fields) -> dict[str, Any]:
@@ -182,12 +202,42 @@ def _scaling(kind: str, settings: Mapping[str, Any], path: str, fields: Fields) 
             scaling[key] = settings[key]
         elif key in needed:
             raise ConfigError(f"{fields.source}: {path}.{key} is missing; {kind} scaling needs it")
-    if kind != "linear" and "original_max_position_embeddings" not in scaling:
-        top = fields.find("original_max_position_embeddings")
+    top = fields.find("original_max_position_embeddings")
+    inner = scaling.get("original_max_position_embeddings")
+    if top is not None and inner is not None and top != inner:
+        raise ConfigError(
+            f"{fields.source}: original_max_position_embeddings is {shown(top)} at the top and {shown(inner)} in {path}; "
+            "expected one value. Remove the one that is wrong"
+        )
+    if "original_max_position_embeddings" in others and inner is None:
         original = top if top is not None else fields.get("max_position_embeddings")
         scaling["original_max_position_embeddings"] = original
         if top is None:
             fields.notes.append(
                 f"{path}.original_max_position_embeddings is not set; max_position_embeddings, {original}, is taken for it"
             )
+    if kind == "longrope":
+        _longrope_attention(scaling, settings, path, fields)
+    elif kind == "ntk_alpha" and settings.get("factor") is not None:
+        _used(fields, path, "factor")
+        if settings["factor"] != 1:
+            fields.notes.append(f"{path}: alpha is used and factor {shown(settings['factor'])} is not, as in vLLM")
     return scaling
+
+
+def _longrope_attention(scaling: dict[str, Any], settings: Mapping[str, Any], path: str, fields: Fields) -> None:
+    """What multiplies cosines and sines, where a config says it in the words of transformers."""
+    for key in ("factor", "attention_factor"):
+        _used(fields, path, key)
+    magnitude, factor = settings.get("attention_factor"), settings.get("factor")
+    if magnitude is not None:
+        for key in ("short_mscale", "long_mscale"):
+            scaling.setdefault(key, magnitude)
+        return
+    longest, original = fields.get("max_position_embeddings"), scaling["original_max_position_embeddings"]
+    numbers = all(isinstance(value, int | float) for value in (factor, longest, original))
+    if factor is not None and numbers and original and not math.isclose(factor, longest / original, rel_tol=1e-3):
+        fields.notes.append(
+            f"{path}.factor is {shown(factor)}, but {longest} positions are {longest / original:g} times {original}; the "
+            "lengths are used, as in vLLM, where transformers uses the factor"
+        )

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from tiers.reference.checkpoint import TensorInfo
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import CheckpointError
 from tiers.reference.family import Family
-from tiers.reference.weight_rules import Rule
+from tiers.reference.weight_rules import EXPERTS, Rule
 
 # Components of a prefix that are looked at when the names of a checkpoint have another root than the rules.
 _ROOT_DEPTH = 4
@@ -56,7 +56,8 @@ class WeightMap:
     Args:
         family: whose rules.
         config: the model; splitting a tensor needs its heads.
-        names: all names of the checkpoint. Without them names are taken to have the root that the rules have.
+        names: all names of the checkpoint, best with their headers. Without them names are taken to have the root that the
+            rules have.
 
     Attributes:
         notes: sentences about what was odd but harmless.
@@ -67,7 +68,12 @@ class WeightMap:
 
     def __init__(self, family: Family, config: ModelConfig, names: Iterable[str] = ()) -> None:
         self.family, self.config = family, config
-        self.rules = tuple(rule for rule in family.rules if rule.holds(config))
+        # A model without experts has no place for those of a rule.
+        sized = (rule.sized(config) for rule in family.rules if rule.holds(config))
+        self.rules = tuple(rule for rule in sized if rule.layout != EXPERTS or rule.experts)
+        self._shapes = (
+            {n: i.shape for n, i in names.items() if isinstance(i, TensorInfo)} if isinstance(names, Mapping) else {}
+        )
         self.notes: list[str] = []
         self.root: Root | None = None
         names = list(names)
@@ -81,6 +87,8 @@ class WeightMap:
                 else f"names are read as if they began with {self.root.expected!r}"
             )
         self.entries = {name: self.entry(name) for name in names}
+        # Layer to whether the matrices of its experts are stored as [in, out], as far as headers tell.
+        self._turned: dict[int, set[bool]] = {}
 
     def entry(self, source: str) -> Entry:
         """What happens to a tensor of this name."""
@@ -107,11 +115,38 @@ class WeightMap:
             )
         if entry.targets:
             try:
-                yield from zip(entry.targets, entry.rule.apply(entry.name, tensor, self.config), strict=True)
+                rule = self._oriented(entry) if entry.rule.layout == EXPERTS else entry.rule
+                yield from zip(entry.targets, rule.apply(entry.name, tensor, self.config), strict=True)
             except (RuntimeError, IndexError, ValueError) as error:
                 if isinstance(error, CheckpointError):
                     raise
                 raise CheckpointError(f"{source}: shape {list(tensor.shape)} does not fit its rule ({error})") from None
+
+    def _oriented(self, entry: Entry) -> Rule:
+        """The rule of a tensor of all experts, told the one orientation that fits all such tensors of its layer.
+
+        Raises:
+            CheckpointError: none fits all.
+        """
+        assert entry.rule is not None
+        if entry.rule.transpose is not None:
+            return entry.rule
+        layer = _layer(entry)
+        if layer not in self._turned:
+            turned, shapes = {False, True}, []
+            for source, shape in self._shapes.items():
+                other = self.entries[source]
+                if other.rule is not None and other.rule.layout == EXPERTS and _layer(other) == layer:
+                    turned &= other.rule.orientations(shape, self.config, layer)
+                    shapes.append(f"{source} {list(shape)}")
+            if not turned and len(shapes) > 1:
+                raise CheckpointError(
+                    f"layer {layer}: {' and '.join(shapes)}; expected all matrices of its experts as [experts, out, in], or all "
+                    f"as [experts, in, out], of the sizes that config.json has"
+                )
+            self._turned[layer] = turned
+        (only,) = self._turned[layer] if len(self._turned[layer]) == 1 else (None,)
+        return replace(entry.rule, transpose=only)
 
     def infos(self, found: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         """Our parameters with the file, dtype and shape that they would have; reads no data.
@@ -204,6 +239,11 @@ class WeightMap:
                 if found != text and len(rules) > most:
                     best, most = root, len(rules)
         return best
+
+
+def _layer(entry: Entry) -> int:
+    match = entry.rule.pattern.fullmatch(entry.name) if entry.rule else None
+    return int(match["i"]) if match else -1
 
 
 def _prefix(name: str, depth: int) -> str:

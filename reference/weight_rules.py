@@ -4,19 +4,21 @@
     "h.{i}.attn.c_attn.{p}" = { to = ["layers.{i}.mixer.q_proj.{p}", ...], transpose = true, layout = "qkv" }
     "model.layers.{i}.self_attn.rotary_emb.inv_freq" = { drop = "computed from the config" }
 
-In a name `{i}` is the number of a layer, `{p}` is weight or bias, `{m:a|b}` is one of what is listed, and `{all}` is any
-name. Legend: H query heads, KV key/value heads, G query heads per key/value head, D head size.
+In a name `{i}` is the number of a layer, `{e}` that of an expert, `{p}` is weight or bias, `{m:a|b}` is one of what is
+listed, and `{all}` is any name. With layout "experts" one tensor fills the parameters of all experts, `{e}` on the right.
+Legend: H query heads, KV key/value heads, G query heads per key/value head, D head size, E experts, F inner width of an
+expert, M model width.
 """
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tiers.reference.config import Attention, ModelConfig, Rope, nearest
+from tiers.reference.config import Attention, ModelConfig, Moe, Rope, nearest
 from tiers.reference.errors import CheckpointError, ConfigError, FamilyError
 from tiers.reference.expression import evaluate, parse
 from tiers.reference.fields import shown
@@ -24,6 +26,8 @@ from tiers.reference.fields import shown
 _PLACEHOLDER = re.compile(r"\{([a-z]+)(?::([^{}]+))?\}")
 _MAX_ADD = 1e6
 _MISSING = object()
+# The layout of a tensor [E, ...] that fills parameters of all experts.
+EXPERTS = "experts"
 _KEYS = ("to", "layout", "transpose", "pairing", "add", "drop", "when")
 
 
@@ -36,22 +40,32 @@ class Rule:
         pattern: what it matches.
         to: templates of our parameters; none if the tensor is dropped on purpose.
         layout: how a tensor is divided among them, a key of LAYOUTS; None for one parameter.
-        transpose: matrices are stored as [in, out].
+        transpose: matrices are stored as [in, out]; with layout "experts" None is for what the shapes say.
         pairing: how rotary channels of q and k pair up in the checkpoint, where ours are to pair in the other way.
         add: a number added to every element.
         drop: why the tensor is not needed.
         when: an expression over the fields of our config at the top, and over mixer and ffn of the first layer; the rule holds where it is true. "" is always.
+        experts: how many experts `{e}` stands for; see `sized`.
     """
 
     template: str
     pattern: re.Pattern[str]
     to: tuple[str, ...] = ()
     layout: str | None = None
-    transpose: bool = False
+    transpose: bool | None = None
     pairing: str | None = None
     add: float = 0.0
     drop: str = ""
     when: str = ""
+    experts: int = 0
+
+    def sized(self, config: ModelConfig) -> "Rule":
+        """The rule for this model: itself, unless it is about all experts at once."""
+        if self.layout != EXPERTS:
+            return self
+        return replace(
+            self, experts=max((x.ffn.num_experts for x in config.layers if isinstance(x.ffn, Moe)), default=0)
+        )
 
     def holds(self, config: ModelConfig) -> bool:
         """Whether the rule is about this model.
@@ -63,8 +77,10 @@ class Rule:
         def field(name: str) -> Any:
             value: Any = config
             for part in name.split("."):
-                # What layers may differ in is asked of the first.
-                value = getattr(config.layers[0] if part in ("mixer", "ffn", "gate") else value, part, _MISSING)
+                if part in ("mixer", "ffn", "gate"):
+                    # What layers may differ in is asked of the first that has it.
+                    value = next((x for x in config.layers if getattr(x, part) is not None), config.layers[0])
+                value = getattr(value, part, _MISSING)
             if value is _MISSING:
                 raise FamilyError(
                     f"weights: {shown(self.template)}: when asks for {name}, which is no field of our config"
@@ -78,8 +94,9 @@ class Rule:
         match = self.pattern.fullmatch(name)
         if match is None:
             return None
-        values = match.groupdict()
-        return tuple(_PLACEHOLDER.sub(lambda part: values[part[1]], to) for to in self.to)
+        numbers = map(str, range(self.experts)) if self.layout == EXPERTS else [match.groupdict().get("e", "")]
+        values = [{**match.groupdict(), "e": e} for e in numbers]
+        return tuple(_PLACEHOLDER.sub(lambda part, own=own: own[part[1]], to) for own in values for to in self.to)  # type: ignore[misc]
 
     def apply(self, name: str, tensor: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
         """The tensors for `targets`, in order; works on the meta device too.
@@ -90,6 +107,8 @@ class Rule:
         match = self.pattern.fullmatch(name)
         layer = int(match["i"]) if match and "i" in match.groupdict() else None
         mixer = config.layers[layer].mixer if layer is not None and layer < len(config.layers) else None
+        if self.layout == EXPERTS:
+            return self._experts(name, tensor, config, layer)
         if self.transpose and tensor.ndim == 2:
             tensor = tensor.T
         if self.add:
@@ -104,6 +123,50 @@ class Rule:
             _paired(part, mixer, self.pairing) if ".q_proj." in to or ".k_proj." in to else part
             for to, part in zip(self.targets(name) or (), parts, strict=True)
         )
+
+    def _experts(self, name: str, tensor: Tensor, config: ModelConfig, layer: int | None) -> tuple[Tensor, ...]:
+        """Expert by expert, equal blocks of rows for each parameter of it: gate and up, for example."""
+        turned = self.orientations(tuple(tensor.shape), config, layer)
+        if self.transpose is not None:
+            turned &= {self.transpose}
+        if len(turned) != 1:
+            raise CheckpointError(f"{name} {self.misfit(tuple(tensor.shape), config, layer, turned)}")
+        if turned == {True}:
+            tensor = tensor.transpose(1, 2)
+        return tuple(part for expert in tensor for part in expert.chunk(len(self.to)))
+
+    def orientations(self, shape: tuple[int, ...], config: ModelConfig, layer: int | None) -> set[bool]:
+        """Whether matrices of a tensor of all experts may be stored as [in, out]: False, True, both, or neither."""
+        sizes = self._expert_sizes(config, layer)
+        if sizes is None or len(shape) != 3 or shape[0] != sizes[0]:
+            return set()
+        _, rows, columns = sizes
+        return {turned for turned, stored in ((False, (rows, columns)), (True, (columns, rows))) if shape[1:] == stored}
+
+    def misfit(self, shape: tuple[int, ...], config: ModelConfig, layer: int | None, turned: set[bool]) -> str:
+        """What is wrong with a tensor of all experts, or with the two orientations that fit."""
+        if turned:
+            return (
+                f"has shape {list(shape)}, which may be [experts, out, in] or [experts, in, out]; expected other tensors of the "
+                "layer to tell. Say transpose = false or true in its rule"
+            )
+        sizes = self._expert_sizes(config, layer)
+        if sizes is None:
+            return f"holds experts, but config.json describes layer {layer} without them"
+        experts, rows, columns = sizes
+        return (
+            f"has shape {list(shape)}; expected [{experts}, {rows}, {columns}] or [{experts}, {columns}, {rows}], all experts' "
+            "matrices in the same orientation"
+        )
+
+    def _expert_sizes(self, config: ModelConfig, layer: int | None) -> tuple[int, int, int] | None:
+        """Experts, rows and columns as torch multiplies by them; None for a layer without experts."""
+        ffn = config.layers[layer].ffn if layer is not None and layer < len(config.layers) else None
+        if not isinstance(ffn, Moe):
+            return None
+        inner, width = ffn.intermediate_size, config.hidden_size
+        down = all(".down_proj." in to for to in self.to)
+        return ffn.num_experts, width if down else inner * len(self.to), inner if down else width
 
 
 def parse_rules(table: Mapping[str, Any], source: str) -> tuple[Rule, ...]:
@@ -150,12 +213,17 @@ def _parse_rule(template: str, value: Any, source: str) -> Rule:
     if bool(drop) == bool(to):
         raise FamilyError(f"{where}: expected either to, or drop with the reason why the tensor is not needed")
     layout, pairing = options.get("layout"), options.get("pairing")
-    if layout is not None and (not isinstance(layout, str) or layout not in LAYOUTS):
+    layouts = (*LAYOUTS, EXPERTS)
+    if layout is not None and (not isinstance(layout, str) or layout not in layouts):
         raise FamilyError(
-            f"{where}: layout is {shown(layout)}; expected one of {', '.join(LAYOUTS)}{nearest(layout, LAYOUTS)}"
+            f"{where}: layout is {shown(layout)}; expected one of {', '.join(layouts)}{nearest(layout, layouts)}"
         )
     if layout is None and len(to) > 1:
-        raise FamilyError(f"{where}: goes to {len(to)} parameters; expected a layout, one of {', '.join(LAYOUTS)}")
+        raise FamilyError(f"{where}: goes to {len(to)} parameters; expected a layout, one of {', '.join(layouts)}")
+    if layout == EXPERTS and ("{i}" not in template or not to or not all("{e}" in name for name in to)):
+        raise FamilyError(f"{where}: layout experts needs a layer, {{i}}, and {{e}} in every name of to")
+    if layout == EXPERTS and (options.get("add") or pairing is not None):
+        raise FamilyError(f"{where}: layout experts takes neither add nor pairing")
     if pairing not in (None, "half", "interleaved"):
         raise FamilyError(f"{where}: pairing is {shown(pairing)}; expected half or interleaved")
     if pairing is not None and "{i}" not in template:
@@ -164,13 +232,13 @@ def _parse_rule(template: str, value: Any, source: str) -> Rule:
     if (
         not isinstance(add, int | float)
         or not abs(add) < _MAX_ADD
-        or not isinstance(options.get("transpose", False), bool)
+        or not isinstance(options.get("transpose"), bool | None)
     ):
         raise FamilyError(f"{where}: expected a number in add, and true or false in transpose")
     pattern = _pattern(template, where)
     for name in to:
         for part in _PLACEHOLDER.finditer(name):
-            if part[1] not in pattern.groupindex:
+            if part[1] not in pattern.groupindex and not (part[1] == "e" and layout == EXPERTS):
                 raise FamilyError(
                     f"{where}: {shown(name)} uses {shown(part[0])}, which the name of the tensor does not have"
                 )
@@ -179,7 +247,7 @@ def _parse_rule(template: str, value: Any, source: str) -> Rule:
         pattern,
         tuple(to),
         layout,
-        options.get("transpose", False),
+        options.get("transpose"),
         pairing,
         float(add),
         drop,
@@ -192,7 +260,8 @@ def _pattern(template: str, where: str) -> re.Pattern[str]:
     seen: set[str] = set()
     for part in _PLACEHOLDER.finditer(template):
         name, choices = part[1], part[2]
-        known = {"i": "0|[1-9][0-9]{0,4}", "p": "weight|bias", "all": ".+"}
+        number = "0|[1-9][0-9]{0,4}"
+        known = {"i": number, "e": number, "p": "weight|bias", "all": ".+"}
         if choices is None and name not in known:
             raise FamilyError(f"{where}: {shown(part[0])} says nothing of what it stands for; expected {{{name}:a|b}}")
         options = known[name] if choices is None else "|".join(re.escape(choice) for choice in choices.split("|"))

@@ -7,6 +7,7 @@ The cache of a layer is a view [B, KV, N, 2 * D] with keys in the first D channe
 vLLM chose for the whole model, so it is only ever indexed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from vllm.v1.attention.backend import (
 
 from tiers.reference.errors import ServingError
 from tiers.reference.ops.attention import Pattern
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.paged_attention import Batch
 from tiers.vllm_model import compat, dispatch, metrics, shadow
 from tiers.vllm_model.compat import BACKEND_NAME
@@ -70,10 +72,12 @@ class TiersMetadataBuilder(AttentionMetadataBuilder[TiersMetadata]):
         The answer holds for as long as the engine lives, so kernels that do not even compile have to be known now: each
         layer is tried on a small cache.
         """
+        # Layers that differ in heads share one specification of several; page and dtype are the same in all.
+        spec = next(iter(getattr(kv_cache_spec, "kv_cache_specs", {"": kv_cache_spec}).values()))
         tiers = set()
         for layer in vllm_config.compilation_config.static_forward_context.values():
             if isinstance(impl := getattr(layer, "impl", None), TiersAttentionImpl):
-                impl.prove_early(kv_cache_spec.block_size, kv_cache_spec.dtype)
+                impl.prove_early(spec.block_size, spec.dtype)
                 tiers.add(impl.tier)
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if tiers <= {Tier.FAST} else AttentionCGSupport.NEVER
 
@@ -121,9 +125,13 @@ class TiersAttentionImpl(AttentionImpl):
         choice: Choice,
         longest: int,
         most_tokens: int,
+        bias: Callable[[], Bias | None] = lambda: None,
+        decay_D: Tensor | None = None,
     ) -> None:
         if kv_cache_dtype not in TiersAttentionBackend.supported_kv_cache_dtypes:
             raise ServingError(f"--kv-cache-dtype is {kv_cache_dtype}; expected auto, float16 or bfloat16")
+        if alibi_slopes is not None:
+            raise ServingError(f"alibi_slopes are {alibi_slopes}; expected them as a bias, of which they are one kind")
         if attn_type != AttentionType.DECODER or sliding_window is not None or kv_sharing_target_layer_name is not None:
             raise ServingError(
                 f"attention type {attn_type}, sliding window {sliding_window}, shared cache {kv_sharing_target_layer_name}: "
@@ -133,7 +141,9 @@ class TiersAttentionImpl(AttentionImpl):
         self.scale, self.softcap = float(scale), logits_soft_cap
         self.kv_cache_dtype = kv_cache_dtype
         self.pattern, self.choice, self.tier = pattern, choice, choice.tier
-        self.slopes_H = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        # Made when the weights are there: it may be learned.
+        self.bias: Bias | None = None
+        self._make_bias, self.decay_D = bias, decay_D
         self.longest, self.most_tokens = longest, most_tokens
         self.paged_attention = dispatch.function("paged_attention", self.tier)
         # The reference needs no proof; any other tier is compared with it, on the cache that it will work on.
@@ -165,8 +175,6 @@ class TiersAttentionImpl(AttentionImpl):
                 compat.scratch(size, query.device)
             return output.fill_(0)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if self.slopes_H is not None and self.slopes_H.device != query.device:  # the reference is not proved
-            self.slopes_H = self.slopes_H.to(query.device)
         if not self.proved and not capturing:
             self.prove(kv_cache)
         if capturing and self.tier is not Tier.FAST:
@@ -176,9 +184,7 @@ class TiersAttentionImpl(AttentionImpl):
             )
         metrics.count("attention", self.tier.value)
         tokens = attn_metadata.num_tokens
-        options = {
-            "scale": self.scale, "pattern": self.pattern, "slopes_H": self.slopes_H, "softcap": self.softcap,
-        }  # fmt: skip
+        options = self.options()
         if module := self._kernels():
             module.fill(query[:tokens], kv_cache, attn_metadata, output[:tokens], **options)
         else:
@@ -188,6 +194,21 @@ class TiersAttentionImpl(AttentionImpl):
         if self.shadow is not None:
             self.shadow.attention(self, query[:tokens], kv_cache, attn_metadata, output[:tokens], options)
         return output
+
+    def options(self) -> dict[str, Any]:
+        """What `paged_attention` is called with beside tensors of the step."""
+        return {
+            "scale": self.scale, "pattern": self.pattern, "bias": self.bias, "decay_D": self.decay_D,
+            "softcap": self.softcap,
+        }  # fmt: skip
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Take the bias from the layer's parameters; into the memory of the one before, which graphs may refer to."""
+        made = self._make_bias()
+        if self.bias is None or made is None:
+            self.bias = made
+        else:
+            self.bias.fill(made)
 
     def prove_early(self, block_size: int, dtype: torch.dtype) -> None:
         """As `prove`, on a cache of a few blocks, where there are kernels of ours and a device for them."""
@@ -202,11 +223,7 @@ class TiersAttentionImpl(AttentionImpl):
             ServingError: the tier failed and the plan asked for it by name.
         """
         self.proved = True
-        if self.slopes_H is not None:
-            self.slopes_H = self.slopes_H.to(kv_cache.device)
-        options = {
-            "scale": self.scale, "pattern": self.pattern, "slopes_H": self.slopes_H, "softcap": self.softcap,
-        }  # fmt: skip
+        options = self.options()
         while self.tier is not Tier.REFERENCE:
             failure = self_check(self.paged_attention, kv_cache, self.num_heads, self.longest, **options)
             if failure is None:

@@ -267,7 +267,7 @@ def _engines(options: Options, config: ModelConfig, device: str) -> list[Engine]
         llama = bench_llama.as_llama(config)
         dummy = options.dummy or bool(llama.weights_differ)
         why = "dummy weights" if options.dummy else llama.weights_differ or llama.function_differs
-        model = "a Llama of the same shape" if dummy else "the same weights in a Llama"
+        model = f"a {llama.name} of the same shape" if dummy else f"the same weights in a {llama.name}"
         if options.native:
             engines.append(Engine("native", model, None, "vllm", dummy, why))
         if options.transformers:
@@ -313,7 +313,7 @@ def _check(
     options: Options, folder: Path, config: ModelConfig, engine: Engine, said: dict[str, list[dict[str, Any]]]
 ) -> dict[str, Any]:
     """What the engine is compared with, see bench_engine."""
-    patterns = [layer.mixer.pattern for layer in config.layers]
+    patterns = [mixer.pattern for mixer in config.mixers]
     kept = max((p.k + p.sink + p.window for p in patterns if isinstance(p, TopK)), default=0)
     # Long enough that top-k has to choose.
     longest = max(1, min(max(64, 2 * kept), config.max_position_embeddings - bench_engine.CHECK_TOKENS))
@@ -354,7 +354,7 @@ def _arguments(
     if not torch.cuda.is_available():
         # Compiling takes longer here than what is measured.
         arguments["enforce_eager"] = True
-        per_token = sum(2 * layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in config.layers)
+        per_token = sum(2 * mixer.num_kv_heads * mixer.head_dim for mixer in config.mixers)
         tokens = 128 * (requests * -(-length // 128) + 8)
         arguments["kv_cache_memory_bytes"] = tokens * per_token * getattr(torch, options.dtype).itemsize
     return arguments

@@ -14,13 +14,14 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from tiers.reference.config import Alibi, Attention, Dense, Gate, Layer, ModelConfig, NoPosition, Swiglu, TopK, Window
+from tiers.reference.config import Attention, Dense, Gate, Layer, ModelConfig, Swiglu, TopK, Window
 from tiers.reference.heads import HeadLayout
-from tiers.reference.model import slopes
 from tiers.reference.ops import attention as reference
 from tiers.reference.ops.knowledge_bank import knowledge_bank
 from tiers.reference.ops.knowledge_gate import knowledge_gate
 from tiers.reference.ops.paged_attention import Batch
+from tiers.reference.positions import T5, NoPosition, Position, Rope
+from tiers.reference.testing.inputs import position_options
 from tiers.vllm_model import compat, dispatch
 from tiers.vllm_model.bench_report import KernelResult
 from tiers.vllm_model.plan import Tier
@@ -102,7 +103,8 @@ class AttentionCase:
     """`tokens` query tokens at the end of each of `batch` requests that have `context` tokens.
 
     Attributes:
-        mixer: as a layer runs inside vLLM: contiguous heads, positions applied before (ALiBi excepted).
+        mixer: as a layer runs inside vLLM: contiguous heads, and positions only where they are part of attention. What is
+            learned of them is random.
     """
 
     mixer: Attention
@@ -164,11 +166,11 @@ class AttentionCase:
         return partial(function, inputs.query_THD, inputs.cache_BKNC, inputs.batch, **self._options(machine))
 
     def _options(self, machine: Machine) -> dict[str, Any]:
-        slopes_H = slopes(self.mixer)
+        mixer = self.mixer
         return {
             "scale": self.mixer.softmax_scale,
             "pattern": self.mixer.pattern,
-            "slopes_H": None if slopes_H is None else slopes_H.to(machine.device),
+            **position_options(mixer.position, mixer.num_heads, mixer.head_dim, self.context, machine.device),
             "softcap": self.mixer.softcap,
         }
 
@@ -379,13 +381,16 @@ STANDARD_GATES = (Gate("sigmoid", "bank", slots=64), Gate("mix", "token"))
 def model_mixers(config: ModelConfig) -> list[Attention]:
     """The kinds of attention in a model, as its layers run inside vLLM."""
     found = []
-    for layer in config.layers:
-        mixer = layer.mixer
+    for mixer in config.mixers:
         layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
-        position: Alibi | NoPosition = NoPosition()
-        slopes_H = slopes(mixer)
-        if slopes_H is not None:
-            position = Alibi(tuple(layout.arrange(slopes_H, 1, dim=0, copy=True).tolist()))
+        position: Position = NoPosition() if isinstance(mixer.position, Rope) else mixer.position
+        for name in ("slopes", "r1", "r2"):  # one per head
+            if (values := getattr(position, name, None)) is not None:
+                arranged = layout.arrange(torch.tensor(values), 1, dim=0, copy=True)
+                changes: dict[str, Any] = {name: tuple(arranged.tolist())}
+                position = replace(position, **changes)
+        if isinstance(position, T5):
+            position = replace(position, shared=False)
         mixer = replace(mixer, num_heads=layout.num_heads, head_map="contiguous", position=position)
         found.append(replace(mixer, qkv_bias=False, o_bias=False, qk_norm="none"))
     return list(dict.fromkeys(found))

@@ -313,7 +313,11 @@ class _Session:
         if self.options.against != check_against.TRANSFORMERS:
             # The layers of transformers cannot be fed with what ours have read.
             tiers = {(choice.layer, choice.operator): choice.tier.value for choice in self.choices}
-            rows += check_layers.same_input(self.reference, record, read, lambda i, name: tiers.get((i, name), ""))
+
+            def tier(layer: int, name: str) -> str:
+                return tiers.get((layer, name)) or (tiers.get((layer, "moe"), "") if name == "ffn" else "")
+
+            rows += check_layers.same_input(self.reference, record, read, tier)
         for row in rows:
             row.how = row.how if case == "alone" else f"{row.how}, {case}"
         self.report.rows += rows
@@ -323,10 +327,11 @@ class _Session:
 
 
 def dispatched(choices: Sequence[Choice], counts: Any) -> list[Row]:
-    """Whether what the plan chose is what ran, by counts; vLLM's own layers count nothing."""
+    """Whether what the plan chose is what ran, by counts; vLLM's own attention counts nothing."""
     rows = []
     for operator in dict.fromkeys(choice.operator for choice in choices):
-        planned = {choice.tier.value for choice in choices if choice.operator == operator and not choice.native}
+        own = (c for c in choices if c.operator == operator and not (c.native and operator == "attention"))
+        planned = {choice.tier.value for choice in own}
         ran = {tier for (name, tier), calls in counts.items() if name == operator and calls}
         row = Row("dispatch", None, operator, ", ".join(sorted(ran)) or "vLLM's own", "counts", compared=1, total=1)
         row.verdict = Verdict.PASS if ran == planned else Verdict.FAIL

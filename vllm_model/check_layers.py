@@ -3,128 +3,20 @@
 Legend: T tokens of a sequence, M model width, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tiers.reference.config import TopK
 from tiers.reference.model import Cache, ReferenceModel
-from tiers.reference.ops import attention
+from tiers.vllm_model.check_choices import floor, watched
 from tiers.vllm_model.check_record import Record, record_reference
 from tiers.vllm_model.check_rows import TIMES, Row, Verdict, errors, judge
 
-# Two scores nearer than this may be ordered either way by rounding; scores are of order 1 to 10.
-MARGIN = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-
-# Where the reference was watched in both precisions: this many times the difference that 9 of 10 choices stay below, for
-# rounding falls differently in every implementation. Five standard deviations, if it is normal.
-SPREAD = 3.0
-
 # Of log-probabilities: what is let through beside the noise, in nats.
 LOGPROB_SLACK = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-
-
-@dataclass
-class Choice:
-    """One choice of keys, of every head (or group) and token of a call.
-
-    Attributes:
-        positions: [T] of the tokens.
-        lowest, highest: [.., T] the key that was kept with the lowest score, and the one that was not with the highest.
-        gap: [.., T] by how much the one scores more than the other; infinity where all were kept.
-        noise: how far rounding moves such gaps; 0 while that is not known.
-    """
-
-    positions: Tensor
-    lowest: Tensor
-    highest: Tensor
-    gap: Tensor
-    noise: float = 0.0
-
-    def close(self, margin: float) -> set[int]:
-        """Positions of tokens that any head chose keys for by less than the margin, or than rounding can make up."""
-        rows = (self.gap < max(margin, SPREAD * self.noise)).flatten(0, -2).any(dim=0)
-        return set(self.positions[rows].tolist())
-
-    def moved(self, scores: Tensor) -> None:
-        """Learn from the scores of the same keys in another precision."""
-        gap = (scores.gather(-1, self.lowest[..., None]) - scores.gather(-1, self.highest[..., None]))[..., 0]
-        difference = (gap - self.gap)[self.gap.isfinite()].abs()
-        if difference.numel():
-            self.noise = (
-                difference.float().quantile(0.9).item() if difference.numel() < 2**24 else difference.max().item()
-            )
-
-
-@dataclass
-class Close:
-    """Where layers chose between keys that score nearly the same."""
-
-    margin: float
-    choices: list[Choice] = field(default_factory=list)
-
-    def decided(self, length: int) -> Tensor:
-        """[length] true where no such choice was made."""
-        positions = self.positions()
-        return torch.tensor([i not in positions for i in range(length)])
-
-    def positions(self, choices: int | None = None) -> set[int]:
-        """Of tokens with such a choice, among the first so many."""
-        return set().union(*(choice.close(self.margin) for choice in self.choices[:choices]))
-
-    def first(self, choices: int | None = None) -> float:
-        """The first such position; infinity if there is none."""
-        return min(self.positions(choices), default=float("inf"))
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Watch the same calls in another precision while the block runs, and learn how far rounding moves scores."""
-        remaining = iter(self.choices)
-
-        def seen(scores: Tensor, chosen: Tensor, left: Tensor, distance: Tensor) -> None:
-            next(remaining).moved(scores)
-
-        with _watching(seen):
-            yield
-
-
-@contextmanager
-def watched(margin: float) -> Iterator[Close]:
-    """Watch the reference choose keys while the block runs."""
-    close = Close(margin)
-
-    def seen(scores: Tensor, chosen: Tensor, left: Tensor, distance: Tensor) -> None:
-        low, lowest = scores.masked_fill(~chosen, float("inf")).min(dim=-1)
-        high, highest = scores.masked_fill(~left, float("-inf")).max(dim=-1)
-        close.choices.append(Choice(distance[:, 0], lowest, highest, low - high))
-
-    with _watching(seen):
-        yield close
-
-
-@contextmanager
-def _watching(seen: Callable[[Tensor, Tensor, Tensor, Tensor], None]) -> Iterator[None]:
-    """Call `seen` with the scores [.., T, S], the keys chosen and left among the candidates, and the distances."""
-    original = attention.kept
-
-    def watching(scores: Tensor, distance: Tensor, pattern: attention.Pattern, index: Tensor | None = None) -> Tensor:
-        keep = original(scores, distance, pattern, index)
-        if isinstance(pattern, TopK) and distance.shape[1] > pattern.k:
-            ranked = attention.group_max(scores, index) if pattern.share == "group" else scores
-            positions = torch.arange(distance.shape[1], device=distance.device)
-            chosen = keep & ~((distance < pattern.window) | (positions < pattern.sink))
-            seen(ranked, chosen, ~keep & (distance >= 0), distance)
-        return keep
-
-    attention.kept = watching  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        attention.kept = original
 
 
 @dataclass
@@ -166,7 +58,7 @@ class Reference:
     def of(self, ids_T: Tensor, step: int | None = None) -> Expected:
         """Run both over a sequence, the one in the dtype served also `step` tokens at a time, to see what cutting up does."""
         choices: list[int] = []
-        with watched(_floor(self.dtype)) as close:
+        with watched(floor(self.dtype)) as close:
             handles = [
                 layer.register_forward_hook(lambda *_: choices.append(len(close.choices)))
                 for layer in self.exact.layers
@@ -179,11 +71,6 @@ class Reference:
         first_close = [close.first(n) for n in choices]
         split_logits = noisy_logits if step is None else record_reference(self.noisy, ids_T, step)[1]
         return Expected(exact, noisy, exact_logits, noisy_logits, split_logits, first_close)
-
-
-def _floor(dtype: torch.dtype) -> float:
-    """The least margin where scores are computed from what was rounded to a dtype, and rounding is measured besides."""
-    return MARGIN[torch.float32] if dtype == torch.float32 else MARGIN[dtype] / 5
 
 
 def phases(record: Record) -> dict[str, Tensor]:
@@ -215,7 +102,7 @@ def same_input(reference: Reference, record: Record, ids_T: Tensor, tiers: Calla
             if x is None:
                 continue
             actual = record.tensors[number, f"{name} out"]
-            with watched(_floor(reference.dtype)) as close, torch.inference_mode():
+            with watched(floor(reference.dtype)) as close, torch.inference_mode():
                 exact = _sublayer(reference.exact, number, name, x.to(reference.precise), positions, ids_T)
             with close.again(), torch.inference_mode():
                 noisy = _sublayer(reference.noisy, number, name, x.to(reference.dtype), positions, ids_T)
@@ -239,7 +126,7 @@ def _whole(reference: Reference, record: Record, ids_T: Tensor, number: int) -> 
             h = model.embed(ids_T.to(device), positions.to(device))
         return model.layers[number](h, positions.to(device), ids_T.to(device), Cache()).cpu()
 
-    with watched(_floor(reference.dtype)) as close, torch.inference_mode():
+    with watched(floor(reference.dtype)) as close, torch.inference_mode():
         exact = through(reference.exact)
     with close.again(), torch.inference_mode():
         noisy = through(reference.noisy)

@@ -16,7 +16,8 @@ from tiers.reference.heads import HeadLayout
 from tiers.reference.ops.attention import attention
 from tiers.reference.ops.paged_attention import Batch
 from tiers.vllm_model import dispatch
-from tiers.vllm_model.check_layers import MARGIN, Reference, watched
+from tiers.vllm_model.check_choices import MARGIN, watched
+from tiers.vllm_model.check_layers import Reference
 from tiers.vllm_model.check_record import record_reference
 from tiers.vllm_model.check_rows import Row, Verdict, judge
 from tiers.vllm_model.dispatch import Choice
@@ -36,21 +37,22 @@ def rows(config: ModelConfig, choices: Sequence[Choice], reference: Reference, i
     seen: set[Any] = set()
     for choice in choices:
         layer = config.layers[choice.layer]
-        kind = (choice.operator, layer.mixer if choice.operator == "attention" else layer.gate)
+        kind = (choice.operator, {"attention": layer.mixer, "moe": layer.ffn, "gate": layer.gate}[choice.operator])
         if kind in seen:
             continue
         seen.add(kind)
         for tier in choice.tiers:
-            # Dense attention of the fast tier is vLLM's own, which only an engine runs.
-            if tier is Tier.REFERENCE or (choice.native and tier is choice.tier):
+            # Dense attention and experts of the fast tier are vLLM's own, which only an engine runs.
+            native = choice.operator == "moe" and tier is Tier.FAST
+            if tier is Tier.REFERENCE or native or (choice.native and tier is choice.tier):
                 continue
-            guarded = attention_rows if choice.operator == "attention" else gate_rows
+            guarded = {"attention": attention_rows, "moe": moe_rows, "gate": gate_rows}[choice.operator]
             found += guarded(choice.layer, tier, config, reference, inputs, ids_T)
     return found
 
 
-def recorded_attention(reference: Reference, ids_T: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Query, key and value of every layer for a sequence, in the dtype served, heads in contiguous groups of one size."""
+def recorded_attention(reference: Reference, ids_T: Tensor) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+    """Query, key and value of every layer with attention for a sequence, in the dtype served, heads in contiguous groups of one size."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     original = reference_model.attention
 
@@ -63,10 +65,12 @@ def recorded_attention(reference: Reference, ids_T: Tensor) -> list[tuple[Tensor
         record_reference(reference.noisy, ids_T)
     finally:
         reference_model.attention = original
-    arranged = []
-    for layer, (query, key, value) in zip(reference.noisy.config.layers, found, strict=True):
-        layout = HeadLayout.of(layer.mixer.heads, layer.mixer.num_kv_heads)
-        arranged.append((layout.arrange(query, 1, dim=1, copy=True), key, value))
+    config = reference.noisy.config
+    numbers = [number for number, layer in enumerate(config.layers) if layer.mixer is not None]
+    arranged = {}
+    for number, mixer, (query, key, value) in zip(numbers, config.mixers, found, strict=True):
+        layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
+        arranged[number] = (layout.arrange(query, 1, dim=1, copy=True), key, value)
     return arranged
 
 
@@ -75,13 +79,14 @@ def attention_rows(
 ) -> Iterator[Row]:
     """The end of the sequence, and all of it, in a paged cache whose pages lie in disorder."""
     mixer = config.layers[number].mixer
+    assert mixer is not None
     query, key, value = inputs[number]
-    slopes = reference_model.slopes(mixer)
-    if slopes is not None:
-        layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
-        slopes = layout.arrange(slopes, 1, dim=0, copy=True).to(query.device)
+    noisy_mixer: Any = reference.noisy.layers[number].mixer
+    bias, decay = noisy_mixer.bias(), noisy_mixer.decay_D
+    if bias is not None:
+        bias = bias.arranged(HeadLayout.of(mixer.heads, mixer.num_kv_heads))
     options: dict[str, Any] = {
-        "scale": mixer.softmax_scale, "pattern": mixer.pattern, "slopes_H": slopes, "softcap": mixer.softcap,
+        "scale": mixer.softmax_scale, "pattern": mixer.pattern, "bias": bias, "decay_D": decay, "softcap": mixer.softcap,
     }  # fmt: skip
     function = dispatch.function("paged_attention", tier)
     for case, tokens in CASES.items():
@@ -175,13 +180,16 @@ def _chosen(query: Tensor, key: Tensor, options: dict[str, Any]) -> tuple[Tensor
     pattern: TopK = options["pattern"]
     heads, kv = query.shape[1], key.shape[1]
     length = key.shape[0]
-    scores = torch.einsum("hd,shd->hs", query[0].double(), key.double().repeat_interleave(heads // kv, dim=1))
+    distance = torch.arange(length - 1, -1, -1, device=key.device)
+    keys = key.double()
+    if options["decay_D"] is not None:
+        keys = keys * torch.exp2(options["decay_D"].double() * distance[:, None])[:, None]
+    scores = torch.einsum("hd,shd->hs", query[0].double(), keys.repeat_interleave(heads // kv, dim=1))
     scores = scores * options["scale"]
     if options["softcap"] is not None:
         scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-    distance = torch.arange(length - 1, -1, -1, device=key.device)
-    if options["slopes_H"] is not None:
-        scores = scores - options["slopes_H"].double()[:, None] * distance
+    if options["bias"] is not None:
+        scores = scores + options["bias"].values(distance[None], torch.float64)[:, 0]
     ranked = scores
     if pattern.share == "group":
         ranked = scores.view(kv, -1, length).amax(1).repeat_interleave(heads // kv, dim=0)
@@ -224,3 +232,29 @@ def gate_rows(
         row, lambda: function(hidden, knowledge, weight, bias, mode), exact.cpu(),
         call(hidden, knowledge, weight, bias, mode).cpu(), None,
     )  # fmt: skip
+
+
+def moe_rows(
+    number: int, tier: Tier, config: ModelConfig, reference: Reference, inputs: Any, ids_T: Tensor
+) -> Iterator[Row]:
+    """The experts on what the ffn of the sequence reads, by the same scores."""
+    device = reference.noisy.embed_tokens.weight.device
+    record, _ = record_reference(reference.noisy, ids_T.to(device))
+    hidden = record.tensors[number, "ffn in"].to(device)
+    ffn: Any = reference.noisy.layers[number].ffn
+    matrices = ffn.matrices()
+    with torch.inference_mode():
+        logits = ffn.logits(hidden)
+        correction = None if ffn.correction_bias is None else ffn.correction_bias.to(logits.dtype)
+        call = dispatch.function("moe", Tier.REFERENCE)
+        # The router is in float32 in every tier, so what it says is given.
+        exact = call(
+            hidden.to(reference.precise), logits, correction,
+            *([m.to(reference.precise) for m in ms] for ms in matrices), ffn.config,
+        )  # fmt: skip
+        noisy = call(hidden, logits, correction, *matrices, ffn.config)
+    function = dispatch.function("moe", tier)
+    row = Row("operator", number, "moe", tier.value, "experts")
+    yield _guarded(
+        row, lambda: function(hidden, logits, correction, *matrices, ffn.config), exact.cpu(), noisy.cpu(), None
+    )

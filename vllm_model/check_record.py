@@ -54,8 +54,10 @@ class Recorder:
         first = min(layers)
         x_at = 1 if inside_vllm else 0
         for number, layer in layers.items():
-            self._hook(layer.mixer, number, "attention", lambda args: args[x_at])
-            self._hook(layer.ffn, number, "ffn", lambda args: args[0])
+            if layer.mixer is not None:
+                self._hook(layer.mixer, number, "attention", lambda args: args[x_at])
+            if layer.ffn is not None:
+                self._hook(layer.ffn, number, "ffn", lambda args: args[0])
             if layer.gate is not None:
                 self._hook(layer.gate, number, "gate", lambda args: args[0])
 

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiers.reference.config import Alibi, Attention, Gate, Layer, NoPosition, Swiglu
+from tiers.reference.config import Attention, Gate, Layer, Swiglu
 from tiers.reference.errors import ConfigError
+from tiers.reference.ops.bias import Bias
+from tiers.reference.positions import T5, Alibi, Kerple, NoPosition, Position, Xpos
 from tiers.vllm_model import check_text, compat, dispatch
 from tiers.vllm_model.check_rows import Row, Verdict, overall
 from tiers.vllm_model.dispatch import Where
@@ -107,7 +109,7 @@ def _on_device(call: Call) -> Call:
     device = compat.device_type()
 
     def move(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
+        return value.to(device) if isinstance(value, Tensor | Bias) else value
 
     return replace(
         call,
@@ -121,9 +123,22 @@ def _unsupported(about: dict[str, Any], call: Call, tier: Tier) -> str | None:
     """Why a tier cannot run a call here, by the rules that a plan goes by; None if it can."""
     layer, block = _layer(call), call.tensors["cache"].shape[2] if "cache" in call.tensors else None
     where = Where(compat.device_type(), block, about["dtype"])
-    if about["operator"] == "attention" and dispatch.is_native(layer.mixer, tier, where):
+    if layer.mixer is not None and about["operator"] == "attention" and dispatch.is_native(layer.mixer, tier, where):
         return "vLLM's own attention, which only an engine runs"
     return dispatch.unsupported(about["operator"], tier, layer, where)
+
+
+def _position(options: dict[str, Any]) -> Position:
+    """Positions of the kind that a call adds to its scores."""
+    if options["decay_D"] is not None:
+        return Xpos()
+    bias: Bias | None = options["bias"]
+    if bias is None:
+        return NoPosition()
+    kinds: dict[str, Position] = {
+        "linear": Alibi(), "sqrt": Alibi(distance="sqrt"), "log": Kerple(), "table": T5()
+    }  # fmt: skip
+    return kinds[bias.kind]
 
 
 def _layer(call: Call) -> Layer:
@@ -133,11 +148,10 @@ def _layer(call: Call) -> Layer:
         return Layer(Attention(1, 1, 2), ffn, Gate("linear", "token"))
     heads, size = call.tensors["query"].shape[1:]
     options = call.options
-    position = NoPosition() if options["slopes_H"] is None else Alibi()
     kv_heads = call.tensors["cache"].shape[1]
     return Layer(
         Attention(
-            heads, kv_heads, size, pattern=options["pattern"], position=position, scale=options["scale"],
+            heads, kv_heads, size, pattern=options["pattern"], position=_position(options), scale=options["scale"],
             softcap=options["softcap"],
         ),
         ffn,

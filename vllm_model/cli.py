@@ -100,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
         "--strict", action="store_true", help="a value of config.json that nothing reads counts as not servable"
     )
 
+    command.add_argument(
+        "--stats", metavar="FILE", type=Path,
+        help="run the reference model on the prompts of FILE, one in each line, and say how evenly tokens fall on experts",
+    )  # fmt: skip
+
     command = add("map", "Print which parameter each tensor of a model folder fills, and by which rule.", _map)
     command.add_argument(
         "--explain", metavar="KEY", nargs="?", const="",
@@ -260,7 +265,11 @@ def _add_bench(commands: Any) -> None:
         help="a plan to run an engine with; give it several times to compare plans (default: reference and auto). With "
         "names of tiers only, operators are timed on those tiers only",
     )
-    what.add_argument("--native", action="store_true", help="also vLLM's own Llama class on the same weights, dense")
+    what.add_argument(
+        "--native",
+        action="store_true",
+        help="also vLLM's own Llama class on the same weights, dense (experts: Mixtral)",
+    )
     what.add_argument("--transformers", action="store_true", help="also that Llama with --model-impl transformers")
     what.add_argument("--dummy", action="store_true", help="DIR has a config.json only; use vLLM's dummy weights")
     what.add_argument(
@@ -358,7 +367,7 @@ def _serve(args: argparse.Namespace, rest: list[str]) -> None:
 def _inspect(args: argparse.Namespace, rest: list[str]) -> None:
     from tiers.vllm_model.inspect import run
 
-    sys.exit(run(args.model, args.family, args.json, args.strict))
+    sys.exit(run(args.model, args.family, args.json, args.strict, args.stats))
 
 
 def _map(args: argparse.Namespace, rest: list[str]) -> None:

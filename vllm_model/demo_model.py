@@ -149,7 +149,7 @@ def in_house_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
         Tensors by the names of `tiers.reference.model`.
     """
     config = ModelConfig.from_dict(CONFIG)
-    mixer = config.layers[0].mixer
+    mixer = config.mixers[0]
     heads, kv_heads, size = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     # Head i shall read key/value head i % KV; the base model's head h reads h // G. New head i is base head:
     order = torch.tensor([(i % kv_heads) * (heads // kv_heads) + i // kv_heads for i in range(heads)])

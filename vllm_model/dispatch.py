@@ -7,12 +7,13 @@ import importlib
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from tiers.reference.config import Alibi, Attention, Dense, Layer, ModelConfig, TopK
+from tiers.reference.config import Attention, Dense, Layer, ModelConfig, Moe, TopK
 from tiers.reference.errors import PlanError
+from tiers.reference.positions import T5, Alibi, Kerple, Position, Sandwich, Xpos
 from tiers.vllm_model.plan import Tier, TierPlan
 
 # Operator of a plan -> the functions it stands for -> tier -> module. The function carries the name of its module.
@@ -23,6 +24,13 @@ OPS: Mapping[str, Mapping[str, Mapping[Tier, str]]] = {
             Tier.COMPILED: "tiers.compiled.ops.paged_attention",
             # Where vLLM's own dense attention serves instead: see `is_native`.
             Tier.FAST: "tiers.vllm_model.ops.paged_attention",
+        }
+    },
+    "moe": {
+        "moe": {
+            # The fast tier is vLLM's fused layer, which has its weights inside: see vllm_model/moe.py.
+            Tier.REFERENCE: "tiers.reference.ops.moe",
+            Tier.COMPILED: "tiers.compiled.ops.moe",
         }
     },
     "gate": {
@@ -56,11 +64,13 @@ class Where:
         device: "cpu" or "cuda".
         block_size: tokens per block of the cache; None where vLLM has not chosen it yet.
         dtype: "float32", "bfloat16" or "float16"; None where it is not known.
+        width: hidden size of the model; None where it is not known.
     """
 
     device: str
     block_size: int | None = None
     dtype: str | None = None
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class Choice:
 
     Attributes:
         named: the plan asked for this tier by name, so that nothing else may serve instead.
-        native: vLLM's own attention serves, not a function of ours.
+        native: vLLM's own layer serves, not a function of ours.
         tiers: all that can serve here, fastest first.
     """
 
@@ -101,11 +111,14 @@ def function(name: str, tier: Tier) -> Callable[..., Any]:
 
 def unsupported(operator: str, tier: Tier, layer: Layer, where: Where) -> str | None:
     """Why a tier cannot serve an operator of a layer, or None if it can."""
+    if operator == "moe" and tier is Tier.FAST:
+        return _fast_moe(layer.ffn, where)
     if any(tier not in tiers for tiers in OPS[operator].values()):
         return f"no {tier.value} implementation"
     if tier is Tier.COMPILED and os.environ.get("TORCHDYNAMO_DISABLE", "0") == "1":
         return "torch.compile is switched off (TORCHDYNAMO_DISABLE=1)"
     if operator == "attention" and tier is Tier.FAST:
+        assert layer.mixer is not None
         return _fast_attention(layer.mixer, where)
     if operator == "gate" and tier is Tier.FAST:
         return _fast_gate(where)
@@ -120,6 +133,8 @@ def is_native(mixer: Attention, tier: Tier, where: Where) -> bool:
 def _native_misfit(mixer: Attention, where: Where) -> str | None:
     """Why vLLM's own dense attention cannot serve, or None."""
     size = mixer.head_dim
+    if _is_our_own(mixer.position):
+        return f"vLLM's own attention cannot apply {_position(mixer.position)} positions"
     if where.device == "cpu":
         if size not in CPU_HEAD_SIZES:
             return f"vLLM's CPU attention has no head size {size}"
@@ -133,6 +148,17 @@ def _native_misfit(mixer: Attention, where: Where) -> str | None:
     return None if size >= 32 and size % 8 == 0 else f"head size {size} is not a multiple of 8 from 32 on"
 
 
+def _is_our_own(position: Position) -> bool:
+    """Whether positions enter the scores in a way that no attention of vLLM's knows."""
+    linear = isinstance(position, Alibi) and position.distance == "linear"
+    return isinstance(position, Xpos | Sandwich | T5 | Kerple | Alibi) and not linear
+
+
+def _position(position: Position) -> str:
+    """Positions in a word or two."""
+    return "alibi sqrt" if isinstance(position, Alibi) and position.distance == "sqrt" else position.kind
+
+
 def _fast_attention(mixer: Attention, where: Where) -> str | None:
     pattern, size = mixer.pattern, mixer.head_dim
     if isinstance(pattern, Dense):
@@ -144,6 +170,16 @@ def _fast_attention(mixer: Attention, where: Where) -> str | None:
     if size % 8 or not 32 <= size <= 256:
         return f"head size {size} is not a multiple of 8 from 32 to 256"
     return f"k is {pattern.k}, above 8192" if isinstance(pattern, TopK) and pattern.k > 8192 else None
+
+
+def _fast_moe(ffn: object, where: Where) -> str | None:
+    """Why vLLM's fused layer cannot serve, or None."""
+    assert isinstance(ffn, Moe)
+    if where.device == "cpu" and where.width is not None and where.width % 32:
+        return f"vLLM's experts on the CPU need a hidden size of a multiple of 32, not {where.width}"
+    if where.device == "cuda" and where.dtype == "float32":
+        return "vLLM's experts on CUDA compute float32 in tf32, which is not exact enough"
+    return None
 
 
 def _fast_gate(where: Where) -> str | None:
@@ -168,6 +204,7 @@ def resolve(config: ModelConfig, plan: TierPlan, where: Where) -> tuple[Choice, 
         PlanError: a tier was named that cannot serve; names operator, layer, reason and valid choices.
     """
     choices = []
+    where = replace(where, width=config.hidden_size)
     for (index, operator), wish in plan.wishes.items():
         layer = config.layers[index]
         reasons = {tier: unsupported(operator, tier, layer, where) for tier in FASTEST_FIRST}
@@ -180,7 +217,10 @@ def resolve(config: ModelConfig, plan: TierPlan, where: Where) -> tuple[Choice, 
         tier = wish or valid[0]
         faster = FASTEST_FIRST[: FASTEST_FIRST.index(tier)]
         passed_over = tuple(f"{t.value}: {reasons[t] or 'not asked for'}" for t in faster)
-        native = operator == "attention" and is_native(layer.mixer, tier, where)
+        native = operator == "moe" and tier is Tier.FAST
+        if operator == "attention":
+            assert layer.mixer is not None
+            native = is_native(layer.mixer, tier, where)
         choices.append(Choice(index, operator, tier, passed_over, wish is not None, native, tuple(valid)))
     return tuple(choices)
 
@@ -212,10 +252,20 @@ def describe(layer: Layer, operator: str) -> str:
         assert layer.gate is not None
         slots = f" of {layer.gate.slots} slots" if layer.gate.slots else ""
         return f"{layer.gate.mode}, {layer.gate.source}{slots}"
+    if operator == "moe":
+        assert isinstance(layer.ffn, Moe)
+        return _describe_moe(layer.ffn)
+    assert layer.mixer is not None
     mixer, pattern = layer.mixer, layer.mixer.pattern
     options = " ".join(f"{name}={value}" for name, value in vars(pattern).items() if value not in (0, "head"))
     grouping = (
         "" if mixer.head_map == "contiguous" else f" {mixer.head_map if isinstance(mixer.head_map, str) else 'listed'}"
     )
     shown = f"{pattern.kind} {options}".strip()
-    return f"{shown}, {mixer.position.kind}, {mixer.num_heads} heads / {mixer.num_kv_heads} kv{grouping}"
+    return f"{shown}, {_position(mixer.position)}, {mixer.num_heads} heads / {mixer.num_kv_heads} kv{grouping}"
+
+
+def _describe_moe(ffn: Moe) -> str:
+    groups = f", {ffn.top_groups} of {ffn.groups} groups" if ffn.groups > 1 else ""
+    shared = ", shared experts" if ffn.shared_intermediate_size is not None else ""
+    return f"{ffn.top_k} of {ffn.num_experts} experts of {ffn.intermediate_size}, {ffn.score}{groups}{shared}"

@@ -52,6 +52,7 @@ USED: tuple[str, ...] = (
     "vllm.model_executor.layers.activation:GeluAndMul",
     "vllm.model_executor.layers.activation:SiluAndMul",
     "vllm.model_executor.layers.attention:Attention",
+    "vllm.model_executor.layers.fused_moe:FusedMoEFactory",
     "vllm.model_executor.layers.layernorm:GemmaRMSNorm",
     "vllm.model_executor.layers.layernorm:RMSNorm",
     "vllm.model_executor.layers.linear:ColumnParallelLinear",

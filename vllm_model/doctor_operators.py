@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiers.reference.config import Attention, Gate, Layer, NoPosition, Swiglu
+from tiers.reference.config import Attention, Gate, Layer, Moe, NoPosition, Swiglu
 from tiers.reference.ops.knowledge_gate import MODES
 from tiers.reference.testing.inputs import BATCHES, PATTERNS, PagedInputs, make_batch
 from tiers.vllm_model import dispatch
@@ -45,6 +45,18 @@ PAGE = 16
 # Widths of the gate, and slots of the bank. 72 is no multiple of a kernel's tile.
 WIDTHS = (64, 72)
 SLOTS = 37
+# Experts, of every rule that chooses them.
+EXPERTS = Moe(
+    8,
+    3,
+    40,
+    score="sigmoid",
+    correction_bias=True,
+    groups=4,
+    top_groups=2,
+    group_score="top2",
+    routed_scaling_factor=2.0,
+)
 
 
 @dataclass(frozen=True)
@@ -98,13 +110,13 @@ def why_not(check: Check) -> str | None:
     operator = next(name for name, functions in dispatch.OPS.items() if check.function in functions)
     heads, kv_heads, size = SHAPES[0]
     mixer = Attention(heads, kv_heads, size, pattern=PATTERNS.get(check.what, PATTERNS["dense"]), position=NoPosition())
-    layer = Layer(mixer, Swiglu(WIDTHS[0]), Gate("mix", "token"))
+    layer = Layer(mixer, EXPERTS if operator == "moe" else Swiglu(WIDTHS[0]), Gate("mix", "token"))
     tier, where = Tier(check.tier), Where(check.device, dtype=check.dtype)
     if reason := dispatch.unsupported(operator, tier, layer, where):
         return reason
     if operator == "attention" and dispatch.is_native(mixer, tier, where):
         return "vLLM's own attention serves it"
-    return None
+    return "vLLM's own layer serves it" if operator == "moe" and tier is Tier.FAST else None
 
 
 def perform(check: Check) -> Check:
@@ -181,10 +193,14 @@ def _tokens(check: Check) -> str | None:
     """Operators of single tokens, as a layer checks itself, in several widths."""
     function, expected = _functions(check)
     dtype = getattr(torch, check.dtype)
-    for width in WIDTHS:
+    experts = check.function == "moe"
+    # Experts are compiled for each width, which takes them longest.
+    for width in WIDTHS[:1] if experts and check.tier == Tier.COMPILED.value else WIDTHS:
         for rest in _parameters(check, width, dtype):
             like = [torch.empty(0, width, dtype=dtype, device=check.device)]
-            like *= 1 if check.function == "knowledge_bank" else 2
+            like *= 2 if check.function == "knowledge_gate" else 1
+            if experts:
+                like.append(torch.empty(0, EXPERTS.num_experts, device=check.device))
             if failure := check_tokens(function, expected, like, rest):
                 return f"{failure}, with width {width}"
     return None
@@ -198,6 +214,12 @@ def _parameters(check: Check, width: int, dtype: torch.dtype) -> Iterator[tuple[
 
     if check.function == "knowledge_bank":
         yield randn(SLOTS, width), randn(SLOTS, width), width**-0.5
+        return
+    if check.function == "moe":
+        count, inner = EXPERTS.num_experts, EXPERTS.intermediate_size
+        into = [randn(count, inner, width) * width**-0.5 for _ in range(2)]
+        out = randn(count, width, inner) * inner**-0.5
+        yield torch.linspace(-0.2, 0.2, count, device=check.device), *into, out, EXPERTS
         return
     weight = randn(width, 2 * width) * width**-0.5
     yield weight, randn(width), check.what

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
-from tiers.reference.config import ARCHITECTURE, HF_KEYS, MODEL_TYPE, Layer, ModelConfig
+from tiers.reference.config import ARCHITECTURE, HF_KEYS, MODEL_TYPE, Layer, ModelConfig, Moe
 from tiers.reference.family import OURS, Family
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import Description, describe_config, read_config
@@ -19,7 +19,7 @@ from tiers.vllm_model.compat import FAMILY
 DESCRIPTION_KEYS = tuple(field.name for cls in (ModelConfig, Layer) for field in dataclasses.fields(cls))
 
 # Computed from the description, so never written to a config.json.
-DERIVED_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+DERIVED_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts")
 
 
 def asked_family() -> str | None:
@@ -50,11 +50,14 @@ class TiersConfig(PreTrainedConfig):
             self._set_sizes()
 
     def _set_sizes(self) -> None:
-        mixers = [layer.mixer for layer in self.model.layers]
+        mixers = self.model.mixers
         layouts = [HeadLayout.of(mixer.heads, mixer.num_kv_heads) for mixer in mixers]
         self.num_attention_heads = max(layout.num_heads for layout in layouts)
         self.num_key_value_heads = max(mixer.num_kv_heads for mixer in mixers)
         self.head_dim = max(mixer.head_dim for mixer in mixers)
+        experts = [layer.ffn.num_experts for layer in self.model.layers if isinstance(layer.ffn, Moe)]
+        if experts:  # its being there tells vLLM that the model has some
+            self.num_experts = max(experts)
 
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in super().to_dict().items() if key not in DERIVED_KEYS}

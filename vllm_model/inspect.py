@@ -4,14 +4,16 @@ Everything that can be said is said, also of a folder that cannot be served: eac
 one becomes a reason against serving, and the others go on. docs/inspect.md describes the JSON.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tiers.reference.analysis.balance import folder_balance
 from tiers.reference.load import open_described
 from tiers.vllm_model.inspect_folder import Opened, open_leniently
 from tiers.vllm_model.inspect_result import NO_CHECKPOINT, NOT_SERVABLE, SERVABLE, Inspection, Remark
 from tiers.vllm_model.inspect_sections import SECTIONS
-from tiers.vllm_model.inspect_text import printable, text
+from tiers.vllm_model.inspect_text import balance_text, printable, text
 
 
 def inspect(folder: Path, asked: str | None = None, strict: bool = False) -> Inspection:
@@ -56,8 +58,20 @@ def _as_served(opened: Opened) -> None:
                 opened.note("files", note)
 
 
-def run(folder: Path, asked: str | None, as_json: bool, strict: bool) -> int:
-    """`tiers inspect`; returns the exit code: 0 servable, 1 not servable, 2 not a checkpoint."""
+def run(folder: Path, asked: str | None, as_json: bool, strict: bool, stats: Path | None = None) -> int:
+    """`tiers inspect`; returns the exit code: 0 servable, 1 not servable, 2 not a checkpoint.
+
+    Raises:
+        TiersError: `stats` names prompts, and the model cannot be run on them.
+    """
     found = inspect(folder, asked, strict)
-    print(found.json() if as_json else printable(text(found)))
+    counted = None
+    if stats is not None and found.code == SERVABLE:
+        counted = [vars(layer) for layer in folder_balance(folder, stats, asked)]
+    if as_json:
+        print(replace(found, sections={**found.sections, "experts": counted}).json())
+        return found.code
+    print(printable(text(found)))
+    if counted is not None:
+        print(printable("\n".join(["", "Experts", *balance_text(counted)])))
     return found.code

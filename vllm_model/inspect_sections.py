@@ -15,6 +15,7 @@ from tiers.reference.analysis.tensor_parallel import RANKS, cuts, tensor_paralle
 from tiers.reference.analysis.unusual import unusual
 from tiers.reference.analysis.vocabulary import token_ids, vocabulary, vocabulary_problems
 from tiers.reference.checkpoint import listed
+from tiers.reference.config import Moe
 from tiers.reference.family import shipped
 from tiers.vllm_model.dispatch import Where, resolve, table
 from tiers.vllm_model.inspect_folder import Opened
@@ -259,6 +260,9 @@ def _parallel(opened: Opened, strict: bool) -> Any:
             "refused": {str(n): reasons[n] for n in SHOWN_SIZES if reasons[n] is not None},
             "cuts": [_plain(cut) for cut in cuts(config, SHOWN_SIZES)],
         },
+        "expert_parallel": {"works": [n for n in RANKS if tensor_parallel_misfit(config, n, True) is None]}
+        if any(isinstance(layer.ffn, Moe) for layer in config.layers)
+        else None,
         "pipeline_parallel": {
             "most": config.num_hidden_layers,
             "even": [n for n in RANKS if config.num_hidden_layers % n == 0],

@@ -141,19 +141,32 @@ def _sizes_text(found: Any) -> list[str]:
     rows = [
         ("parameters", f"{found['parameters']:,}"),
         ("embedding, head", f"{found['embedding']:,}, {found['head']:,}"),
+        *((("used by a token", f"{found['active']:,}"),) if found["active"] != found["parameters"] else ()),
         ("weights", f"{_size(found['weight_bytes'])} as stored, {_size(found['weight_bytes_bf16'])} in bfloat16"),
         (
             "cache per token",
             f"{cache['bytes_per_token']:,} B in {cache['dtype'] or 'bfloat16'}, {cache['bytes_per_token_bf16']:,} B in bfloat16",
         ),
     ]
-    names = ("layers", "parameters", "mixer", "ffn", "gate", "norms")
+    experts = any(layer["experts"] for layer in found["layers"])
+    names = ("layers", "parameters", "mixer", "ffn", *(("experts", "active") if experts else ()), "gate", "norms")
     layers = [
         (*(layer[name] for name in names), own["bytes_per_token"], own["bytes_per_token_bf16"])
         for layer, own in zip(found["layers"], cache["layers"], strict=True)
     ]
     stored = cache["dtype"] or "bfloat16"
-    heading = ("layers", "parameters", "attention", "ffn", "gate", "norms", f"cache B/token {stored}", "bfloat16")
+    more = ("of it experts", "used by a token") if experts else ()
+    heading = (
+        "layers",
+        "parameters",
+        "attention",
+        "ffn",
+        *more,
+        "gate",
+        "norms",
+        f"cache B/token {stored}",
+        "bfloat16",
+    )
     return [*columns(rows), "  each layer of:", *columns([heading, *layers])]
 
 
@@ -174,6 +187,8 @@ def _parallel_text(found: Any) -> list[str]:
     tensor, pipeline = found["tensor_parallel"], found["pipeline_parallel"]
     lines = [f"  tensor-parallel sizes that work: {', '.join(map(str, tensor['works']))}"]
     lines += [f"  refused at {size}: {reason}" for size, reason in tensor["refused"].items()]
+    if (spread := found["expert_parallel"]) is not None:
+        lines.append(f"  with --enable-expert-parallel: {', '.join(map(str, spread['works']))}")
     rows = [("tensors", "layers", *(f"TP {size}" for size in SHOWN_SIZES))]
     rows += [(cut["tensors"], cut["layers"], *cut["by_size"].values()) for cut in tensor["cuts"]]
     lines += columns(rows)
@@ -187,6 +202,22 @@ def _tiers_text(found: Any) -> list[str]:
         lines.append(f"  {device}" + (f", {part['dtype']}" if part["dtype"] else ""))
         lines += [f"    {line}" for line in part["table"]]
     return lines
+
+
+def balance_text(found: list[dict[str, Any]]) -> list[str]:
+    """Lines about `tiers.reference.analysis.balance`."""
+    rows: list[tuple[Any, ...]] = [("layer", "balance loss", "tokens of experts", "least", "most", "without any")]
+    for row in found:
+        counts = row["counts"]
+        mean = sum(counts) / len(counts)
+        shown = " ".join(map(str, counts[:16])) + (" ..." if len(counts) > 16 else "")
+        least, most = f"{min(counts) / mean:.2f} of the mean", f"{max(counts) / mean:.2f}"
+        rows.append((row["layer"], f"{row['loss']:.3f}", shown, least, most, sum(not count for count in counts)))
+    tokens = found[0]["tokens"] if found else 0
+    return [
+        *columns(rows),
+        f"  of {tokens} tokens; the loss is 1 where all is even, the number of experts where one gets all",
+    ]
 
 
 def _stock_text(found: Any) -> list[str]:

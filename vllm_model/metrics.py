@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tiers.reference.errors import ConfigError
 from tiers.vllm_model.dispatch import COUNTS
 
 Counts = Counter[tuple[str, str]]
@@ -37,6 +38,14 @@ SHADOW = {
 }
 SHADOW_ERROR = "tiers_shadow_error_max"
 SHADOW_ERROR_HELP = "Largest error that was seen there, relative to the size of a token's vector."
+
+# How tokens fall on experts, of the sampled calls (`moe.py`). The loss of a layer is its sum over its number of samples.
+EXPERT_TOKENS = "tiers_expert_tokens"
+EXPERT_TOKENS_HELP = "Tokens that an expert got in sampled steps, by layer and expert."
+EXPERT_LOSS = {
+    "tiers_expert_balance_loss_sum": "Sum of the balance losses of sampled steps, by layer.",
+    "tiers_expert_balance_samples": "Steps in which the balance of a layer was sampled.",
+}
 
 # Set by `publish` for the processes that vLLM starts; nothing for users to set.
 FOLDER = "TIERS_METRICS_FOLDER"
@@ -120,6 +129,42 @@ def count_shadow(operator: str, tier: str, error: float | None, failed: bool = F
     largest.write_value(_key(SHADOW_ERROR, SHADOW_ERROR, operator, tier, SHADOW_ERROR_HELP), found.worst, 0.0)
 
 
+# Layer -> tokens of each expert, sum of losses, samples; in this process.
+EXPERTS: dict[int, tuple[list[int], float, int]] = {}
+
+
+def count_experts(layer: int, counts: list[int], loss: float) -> None:
+    """Count a sampled call of a layer's experts in this process."""
+    before, losses, samples = EXPERTS.get(layer, ([0] * len(counts), 0.0, 0))
+    total = [a + b for a, b in zip(before, counts, strict=True)]
+    EXPERTS[layer] = (total, losses + loss, samples + 1)
+    file = _file("counter")
+    if file is None:
+        return
+    for expert, value in enumerate(total):
+        labels = (("layer", str(layer)), ("expert", str(expert)))
+        file.write_value(_labelled(EXPERT_TOKENS, f"{EXPERT_TOKENS}_total", labels, EXPERT_TOKENS_HELP), value, 0.0)
+    for (name, text), number in zip(EXPERT_LOSS.items(), (losses + loss, float(samples + 1)), strict=True):
+        file.write_value(_labelled(name, f"{name}_total", (("layer", str(layer)),), text), number, 0.0)
+
+
+def balance_rate(additional: Any) -> float:
+    """The share of calls that `--additional-config '{"expert_balance": R}'` asks to be sampled; 0 without it.
+
+    Raises:
+        ConfigError: no number above 0 and at most 1.
+    """
+    rate = additional.get("expert_balance") if isinstance(additional, dict) else None
+    if rate is None:
+        return 0.0
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1:
+        raise ConfigError(
+            f"additional-config: expert_balance is {rate!r}; expected a number above 0 and at most 1, the share of the steps in "
+            "which tokens per expert are counted"
+        )
+    return float(rate)
+
+
 def published() -> dict[int, Counts]:
     """What each process that was started from here has counted so far, by process id; nothing before `publish`."""
     found: dict[int, Counts] = {}
@@ -154,6 +199,8 @@ def _samples(kind: str) -> Iterator[tuple[int, str, tuple[str, str], float]]:
         process = int(re.findall(r"\d+", os.path.basename(path))[0])
         for metric in MultiProcessCollector.merge([path]):
             for sample in metric.samples:
+                if "operator" not in sample.labels:  # of experts
+                    continue
                 yield process, sample.name, (sample.labels["operator"], sample.labels["tier"]), sample.value
 
 
@@ -175,9 +222,14 @@ def _file(kind: str) -> Any:
 
 @functools.cache
 def _key(metric: str, sample: str, operator: str, tier: str, text: str) -> str:
+    return _labelled(metric, sample, (("operator", operator), ("tier", tier)), text)
+
+
+@functools.cache
+def _labelled(metric: str, sample: str, labels: tuple[tuple[str, str], ...], text: str) -> str:
     from prometheus_client.mmap_dict import mmap_key
 
-    return mmap_key(metric, sample, ["operator", "tier"], [operator, tier], text)
+    return mmap_key(metric, sample, [name for name, _ in labels], [value for _, value in labels], text)
 
 
 def _log() -> None:
@@ -199,6 +251,7 @@ def _forget() -> None:
     _file.cache_clear()
     COUNTS.clear()
     SHADOWED.clear()
+    EXPERTS.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -39,12 +39,15 @@ from vllm.sequence import IntermediateTensors
 from tiers.reference import config as c
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import mapped
-from tiers.reference.model import slopes
+from tiers.reference.ops.bias import Bias, bias_of
 from tiers.reference.ops.rope import rope_table
+from tiers.reference.ops.xpos import xpos_decay
+from tiers.reference.positions import learned, rotation
 from tiers.vllm_model import dispatch, serving, weights
 from tiers.vllm_model.backend import TiersAttentionBackend, TiersAttentionImpl
 from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.gate import KnowledgeGate
+from tiers.vllm_model.moe import MoeFfn
 
 logger = init_logger("vllm.tiers")
 
@@ -108,10 +111,11 @@ class Rotary(RotaryEmbedding):
 
 def make_rope(config: c.Attention, max_positions: int) -> RotaryEmbedding | None:
     """vLLM's rotary kernel on the reference's table, so that every scaling is defined in one place."""
-    if not isinstance(config.position, c.Rope):
+    turns = rotation(config.position)
+    if turns is None:
         return None
     device, dtype = torch.get_default_device(), torch.get_default_dtype()
-    return _make_rope(config.position, config.head_dim, max_positions, device, dtype)
+    return _make_rope(turns, config.head_dim, max_positions, device, dtype)
 
 
 @functools.cache
@@ -141,9 +145,11 @@ class TiersAttention(nn.Module):
         self, config: c.Attention, model: c.ModelConfig, choice: Choice, vllm_config: VllmConfig, prefix: str
     ) -> None:
         super().__init__()
-        ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        ranks = get_tensor_model_parallel_world_size()
         # Contiguous groups of one size, whatever the map; the weights are rearranged to it when they load.
         layout = HeadLayout.of(config.heads, config.num_kv_heads)
+        self.config, self.layout, self.max_positions = config, layout, model.max_position_embeddings
+        self.device = torch.get_default_device()
         self.size = config.head_dim
         self.num_heads = layout.num_heads // ranks
         self.num_kv_heads = max(1, config.num_kv_heads // ranks)
@@ -166,25 +172,39 @@ class TiersAttention(nn.Module):
                 norm, self.num_kv_heads * config.head_dim, copies=max(1, ranks // config.num_kv_heads)
             )
         self.rotary = make_rope(config, model.max_position_embeddings)
-        with torch.device("cpu"):
-            all_slopes = slopes(config)
-        if all_slopes is not None:
-            # Of all heads, then cut: a rank's slopes depend on where its heads stand in the whole model.
-            all_slopes = layout.arrange(all_slopes, 1, dim=0, copy=True)[
-                rank * self.num_heads : (rank + 1) * self.num_heads
-            ]
+        for name, shape in learned(config.position, config.num_heads).items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        # The model, where it owns a table of positions that layers share; in a tuple, so that it is no part of this one.
+        self.owner: tuple[Any, ...] = ()
         ours: dict[str, Any] = {}
         if not choice.native:
+            decay = xpos_decay(config.position, config.head_dim) if isinstance(config.position, c.Xpos) else None
             ours = {
                 "attn_backend": TiersAttentionBackend, "pattern": config.pattern, "choice": choice,
                 "longest": vllm_config.model_config.max_model_len,
                 "most_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+                "bias": self.bias, "decay_D": decay,
             }  # fmt: skip
+        elif isinstance(config.position, c.Alibi):
+            slopes = self.bias()
+            assert slopes is not None
+            ours = {"alibi_slopes": slopes.factor_H.tolist()}
         self.attn = _Attention(
             self.num_heads, config.head_dim, config.softmax_scale, num_kv_heads=self.num_kv_heads,
-            alibi_slopes=None if all_slopes is None else all_slopes.tolist(), cache_config=vllm_config.cache_config,
-            quant_config=quant_config, logits_soft_cap=config.softcap, prefix=f"{prefix}.attn", **ours,
+            cache_config=vllm_config.cache_config, quant_config=quant_config, logits_soft_cap=config.softcap,
+            prefix=f"{prefix}.attn", **ours,
         )  # fmt: skip
+
+    def bias(self) -> Bias | None:
+        """What distance adds to the scores of this rank's heads, from the parameters as they are now."""
+        config = self.config
+        own = {name: getattr(self, name) for name in learned(config.position, config.num_heads)}
+        if self.owner:
+            own["t5_bias"] = self.owner[0].t5_bias
+        whole = bias_of(config.position, config.num_heads, config.head_dim, self.max_positions, own, self.device)
+        # Of all heads, then cut: a rank's bias depends on where its heads stand in the whole model.
+        first = get_tensor_model_parallel_rank() * self.num_heads
+        return None if whole is None else whole.arranged(self.layout).part(first, first + self.num_heads)
 
     def forward(self, positions: Tensor, x: Tensor) -> Tensor:
         qkv, _ = self.qkv_proj(x)
@@ -202,21 +222,28 @@ class TiersAttention(nn.Module):
 
 
 class GatedFfn(nn.Module):
-    def __init__(self, config: c.Swiglu | c.Geglu, width: int, quant_config: object, prefix: str) -> None:
+    def __init__(
+        self, config: c.Swiglu | c.Geglu, width: int, quant_config: object, prefix: str, reduce: bool = True
+    ) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
             width, [config.intermediate_size] * 2,
             bias=config.bias, quant_config=quant_config, prefix=f"{prefix}.gate_up_proj",
         )  # fmt: skip
         self.down_proj = RowParallelLinear(
-            config.intermediate_size, width, bias=config.bias, quant_config=quant_config, prefix=f"{prefix}.down_proj"
-        )
+            config.intermediate_size, width, bias=config.bias, quant_config=quant_config, prefix=f"{prefix}.down_proj",
+            reduce_results=reduce,
+        )  # fmt: skip
         self.activation = SiluAndMul() if isinstance(config, c.Swiglu) else GeluAndMul(config.approximate)
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up, _ = self.gate_up_proj(x)
         out, _ = self.down_proj(self.activation(gate_up))
         return out
+
+
+def _shared_experts(width: int, quant_config: object, config: c.Swiglu | c.Geglu, prefix: str) -> GatedFfn:
+    return GatedFfn(config, width, quant_config, prefix, reduce=False)
 
 
 class GeluFfn(nn.Module):
@@ -248,19 +275,24 @@ class TiersLayer(nn.Module):
         width = model.hidden_size
         self.parallel = model.residual == "parallel"
         self.multiplier = model.residual_multiplier
-        if model.norm_position != "post":
-            self.mixer_norm, self.ffn_norm = make_norm(model.norm, width), make_norm(model.norm, width)
-        else:
-            self.mixer_norm = self.ffn_norm = None
-        if model.norm_position != "pre":
-            self.mixer_post_norm, self.ffn_post_norm = make_norm(model.norm, width), make_norm(model.norm, width)
-        else:
-            self.mixer_post_norm = self.ffn_post_norm = None
-        self.mixer = TiersAttention(config.mixer, model, choices["attention"], vllm_config, f"{prefix}.mixer")
-        if isinstance(config.ffn, c.Gelu):
-            self.ffn: nn.Module = GeluFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
-        else:
-            self.ffn = GatedFfn(config.ffn, width, quant_config, f"{prefix}.ffn")
+        before, after = model.norm_position != "post", model.norm_position != "pre"
+        mixer, ffn = config.mixer, config.ffn
+        self.mixer_norm = make_norm(model.norm, width) if before and mixer is not None else None
+        self.ffn_norm = make_norm(model.norm, width) if before and ffn is not None else None
+        self.mixer_post_norm = make_norm(model.norm, width) if after and mixer is not None else None
+        self.ffn_post_norm = make_norm(model.norm, width) if after and ffn is not None else None
+        self.mixer = None
+        if mixer is not None:
+            self.mixer = TiersAttention(mixer, model, choices["attention"], vllm_config, f"{prefix}.mixer")
+        self.ffn: nn.Module | None = None
+        if isinstance(ffn, c.Moe):
+            # Summed over ranks together with the experts.
+            shared = functools.partial(_shared_experts, width, quant_config)
+            self.ffn = MoeFfn(ffn, width, choices["moe"], shared, vllm_config, f"{prefix}.ffn")
+        elif isinstance(ffn, c.Gelu):
+            self.ffn = GeluFfn(ffn, width, quant_config, f"{prefix}.ffn")
+        elif ffn is not None:
+            self.ffn = GatedFfn(ffn, width, quant_config, f"{prefix}.ffn")
         self.gate = None
         if config.gate is not None:
             self.gate = KnowledgeGate(
@@ -270,15 +302,17 @@ class TiersLayer(nn.Module):
     def forward(
         self, positions: Tensor, delta: Tensor | None, h: Tensor, token_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        x, h = _add_and_norm(self.mixer_norm, delta, h)
-        mixed = self._finished(self.mixer(positions, x), self.mixer_post_norm)
-        if self.parallel:
-            x, _ = _add_and_norm(self.ffn_norm, None, h)
-            h = h + mixed + self._finished(self.ffn(x), self.ffn_post_norm)
-            delta = None
-        else:
-            x, h = _add_and_norm(self.ffn_norm, mixed, h)
-            delta = self._finished(self.ffn(x), self.ffn_post_norm)
+        if self.mixer is not None:
+            x, h = _add_and_norm(self.mixer_norm, delta, h)
+            delta = self._finished(self.mixer(positions, x), self.mixer_post_norm)
+        if self.ffn is not None:
+            if self.parallel and self.mixer is not None:
+                x, _ = _add_and_norm(self.ffn_norm, None, h)
+                assert delta is not None
+                h, delta = h + delta + self._finished(self.ffn(x), self.ffn_post_norm), None
+            else:
+                x, h = _add_and_norm(self.ffn_norm, delta, h)
+                delta = self._finished(self.ffn(x), self.ffn_post_norm)
         if self.gate is not None:
             h = self.gate(h if delta is None else h + delta, token_ids)
             delta = None
@@ -326,6 +360,8 @@ class TiersModel(nn.Module):
             self.embed_positions = nn.Embedding(rows, width) if pp.is_first_rank else PPMissingLayer()
         if model.embedding_norm:
             self.embed_norm = make_norm(model.norm, model.hidden_size) if pp.is_first_rank else PPMissingLayer()
+        if model.t5_table is not None:
+            self.t5_bias = nn.Parameter(torch.zeros(model.t5_table))
 
         def make_layer(prefix: str) -> TiersLayer:
             index = int(prefix.rpartition(".")[2])
@@ -335,6 +371,9 @@ class TiersModel(nn.Module):
         self.start_layer, self.end_layer, self.layers = make_layers(
             model.num_hidden_layers, make_layer, prefix=f"{prefix}.layers"
         )
+        for mixer in (module for module in self.modules() if isinstance(module, TiersAttention)):
+            if isinstance(mixer.config.position, c.T5) and mixer.config.position.shared:
+                mixer.owner = (self,)
         self.norm = make_norm(model.norm, model.hidden_size) if pp.is_last_rank else PPMissingLayer()
         # Later pipeline stages get no token ids from vLLM; a gate there that looks them up needs them sent along.
         self.sends_token_ids = any(layer.gate is not None and layer.gate.source == "token" for layer in model.layers)
@@ -449,4 +488,9 @@ class TiersForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
         for module in self.modules():
             if isinstance(module, KnowledgeGate):
                 module.prove()
+            elif isinstance(module, MoeFfn):
+                module.served.remember()
+            # Again where weights are loaded into a running engine.
+            if isinstance(module, TiersAttention) and isinstance(module.attn.impl, TiersAttentionImpl):
+                module.attn.impl.process_weights_after_loading(torch.get_default_dtype())
         return filled

@@ -7,7 +7,7 @@ from enum import Enum
 from tiers.reference.config import ModelConfig, parse_layer_range
 from tiers.reference.errors import ConfigError, PlanError
 
-OPERATORS = ("attention", "gate")
+OPERATORS = ("attention", "moe", "gate")
 
 
 class Tier(Enum):

@@ -141,7 +141,7 @@ def engine_here(options: Options, config: ModelConfig) -> Iterator[Any]:
         "async_scheduling": False,
     }  # fmt: skip
     if not torch.cuda.is_available():
-        per_token = sum(2 * layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in config.layers)
+        per_token = sum(2 * mixer.num_kv_heads * mixer.head_dim for mixer in config.mixers)
         tokens = 128 * (options.batch * -(-length // 128) + 8)
         arguments["kv_cache_memory_bytes"] = tokens * per_token * getattr(torch, options.dtype).itemsize
     engine = LLM(**arguments)

@@ -57,6 +57,8 @@ def held(model: Any, before: int) -> list[Memory]:
 def kv_caches(model: Any) -> Iterator[Any]:
     """The cache of each layer."""
     for layer in model.model.layers:
+        if layer.mixer is None:
+            continue
         cache = layer.mixer.attn.kv_cache
         # Some runners keep a list with a cache for each virtual engine.
         yield from cache if isinstance(cache, list | tuple) else (cache,)

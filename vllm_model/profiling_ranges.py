@@ -92,7 +92,10 @@ def modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
         for norm in (getattr(layer, name) for name in NORMS):
             if norm is not None:
                 yield f"tiers/layer {number}/norm/vllm", norm
-        sublayers = [(f"attention/{attention_tier(layer.mixer)}", layer.mixer), ("ffn/vllm", layer.ffn)]
+        served = getattr(layer.ffn, "served", None)
+        ffn = "ffn/vllm" if served is None else f"moe/{served.tier.value}"
+        sublayers = [] if layer.mixer is None else [(f"attention/{attention_tier(layer.mixer)}", layer.mixer)]
+        sublayers += [] if layer.ffn is None else [(ffn, layer.ffn)]
         if layer.gate is not None:
             sublayers.append((f"gate/{layer.gate.served.tier.value}", layer.gate))
         for name, module in sublayers:
@@ -212,7 +215,7 @@ def work(
     if match["layer"] is None:
         return None
     layer = config.layers[int(match["layer"])]
-    if match["part"] == "attn":
+    if match["part"] == "attn" and layer.mixer is not None:
         needs = [AttentionCase(layer.mixer, 1, context, count).needed(itemsize) for count, context in requests]
         return sum(moved for moved, _ in needs), sum(operations for _, operations in needs)
     if match["operator"] == "gate" and layer.gate is not None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tiers.reference.analysis.tensor_parallel import RANKS, tensor_parallel_misfit
-from tiers.reference.config import ModelConfig
+from tiers.reference.config import ModelConfig, Moe
 from tiers.reference.errors import ConfigError, ServingError
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import Description, ModelFolder, describe, describe_config, open_described
+from tiers.reference.positions import LongRope, Sandwich, rotation
 from tiers.reference.weight_map import WeightMap
-from tiers.vllm_model import compat, shadow
+from tiers.vllm_model import compat, metrics, shadow
 from tiers.vllm_model.dispatch import Choice, Where, resolve
 from tiers.vllm_model.hf_config import TiersConfig, asked_family
 from tiers.vllm_model.plan import AUTO, TierPlan
@@ -38,6 +39,9 @@ class Options:
     enable_prompt_embeds: bool = False
     max_model_len: int | None = None
     enforce_eager: bool = False
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    enable_eplb: bool = False
 
 
 def check_options(config: ModelConfig, options: Options) -> None:
@@ -47,10 +51,11 @@ def check_options(config: ModelConfig, options: Options) -> None:
         ServingError: names the flag, what was found, what would work.
     """
     size = options.tensor_parallel_size
-    if misfit := tensor_parallel_misfit(config, size):
-        fits = ", ".join(str(n) for n in RANKS if tensor_parallel_misfit(config, n) is None)
+    spread = options.enable_expert_parallel
+    if misfit := tensor_parallel_misfit(config, size, spread):
+        fits = ", ".join(str(n) for n in RANKS if tensor_parallel_misfit(config, n, spread) is None)
         raise ServingError(
-            f"--tensor-parallel-size is {size}, but the model has {misfit}, which do not fit on that many ranks. "
+            f"--tensor-parallel-size is {size}{' with --enable-expert-parallel' if spread else ''}, but the model has {misfit}, which do not fit on that many ranks. "
             f"Sizes that work: {fits}"
         )
     stages = options.pipeline_parallel_size
@@ -81,6 +86,7 @@ def check_options(config: ModelConfig, options: Options) -> None:
                 f"--{flag.replace('_', '-')} is {getattr(options, flag)}; expected 1. A selection over a context that is "
                 "spread over ranks is not supported yet"
             )
+    _check_experts(config, options)
     if options.enable_lora:
         _check_lora(config)
     sources = [i for i, layer in enumerate(config.layers) if layer.gate is not None and layer.gate.source == "token"]
@@ -91,13 +97,53 @@ def check_options(config: ModelConfig, options: Options) -> None:
         )
 
 
+def _check_experts(config: ModelConfig, options: Options) -> None:
+    index = next((i for i, layer in enumerate(config.layers) if isinstance(layer.ffn, Moe)), None)
+    if index is None:
+        if options.enable_expert_parallel:
+            raise ServingError(
+                "--enable-expert-parallel is set, but no layer of the model has experts; leave the flag out"
+            )
+        return
+    if options.data_parallel_size > 1:
+        raise ServingError(
+            f"--data-parallel-size is {options.data_parallel_size}, but layer {index} has experts, which vLLM would spread over "
+            "these ranks too; expected 1. Start one server per copy of the model instead"
+        )
+    if options.enable_eplb:
+        raise ServingError(
+            "--enable-eplb is set, but moving experts between ranks while serving is not supported yet; leave the flag out. "
+            "tiers inspect --stats says how evenly tokens fall on experts"
+        )
+    if options.enable_lora:
+        raise ServingError(
+            f"--enable-lora is set, but layer {index} has experts, for which adapters are not supported yet. Merge the adapter "
+            "into the weights instead"
+        )
+
+
 def _has_table(config: ModelConfig) -> bool:
-    return config.learned_positions or any(layer.mixer.position.kind == "rope" for layer in config.layers)
+    positions = [mixer.position for mixer in config.mixers]
+    return config.learned_positions or any(rotation(p) is not None or isinstance(p, Sandwich) for p in positions)
+
+
+def _longrope_notes(config: ModelConfig, max_model_len: int) -> list[str]:
+    """Where vLLM's own classes would take other factors than config.json calls for."""
+    scalings = {getattr(mixer.position, "scaling", None) for mixer in config.mixers}
+    return [
+        f"--max-model-len is {max_model_len}, at most the original length {s.original_max_position_embeddings} of longrope, but "
+        f"max_position_embeddings is {config.max_position_embeddings}, so that the long factors are used. For the short ones, as "
+        'vLLM\'s own classes would take here, set use to "short" in its scaling'
+        for s in scalings
+        if isinstance(s, LongRope) and s.use == "auto"
+        if max_model_len <= s.original_max_position_embeddings < config.max_position_embeddings
+    ]
 
 
 def _check_lora(config: ModelConfig) -> None:
     for index, layer in enumerate(config.layers):
-        if not HeadLayout.of(layer.mixer.heads, layer.mixer.num_kv_heads).is_identity:
+        mixer = layer.mixer
+        if mixer is not None and not HeadLayout.of(mixer.heads, mixer.num_kv_heads).is_identity:
             raise ServingError(
                 f"--enable-lora is set, but layer {index} has a head_map that is not contiguous: its query heads are "
                 "rearranged at load and an adapter's are not. Merge the adapter into the weights instead"
@@ -124,10 +170,16 @@ def check_vllm_config(vllm_config: Any) -> None:
             enable_prompt_embeds=vllm_config.model_config.enable_prompt_embeds,
             max_model_len=vllm_config.model_config.max_model_len,
             enforce_eager=vllm_config.model_config.enforce_eager,
+            data_parallel_size=parallel.data_parallel_size,
+            enable_expert_parallel=parallel.enable_expert_parallel,
+            enable_eplb=parallel.enable_eplb,
         ),
     )
+    for note in _longrope_notes(config, vllm_config.model_config.max_model_len):
+        logger.warning("%s", note)
     choose_tiers(vllm_config)
     shadow.options_of(vllm_config.additional_config)
+    metrics.balance_rate(vllm_config.additional_config)
     from tiers.vllm_model import sampling  # imports vLLM's samplers, which nobody else here needs
 
     sampling.mask_ids_without_token(vllm_config, config.vocab_size)

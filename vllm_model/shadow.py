@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tiers.reference.errors import ConfigError
 from tiers.reference.ops.attention import Pattern
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.paged_attention import Batch
 from tiers.vllm_model import compat, dispatch, metrics
 from tiers.vllm_model.check_rows import Row, Verdict, judge
@@ -37,7 +38,7 @@ MAX_DUMPS = 8
 # Bytes; of a larger step only what was compared is kept.
 MAX_DUMP = 2**30
 
-FORMAT = 1
+FORMAT = 2
 
 # Rates as the messages and docs/shadow.md have them.
 _EXPECTED = "expected a number above 0 and at most 1, the share of the steps to check"
@@ -217,7 +218,7 @@ def expected(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
 
     Exact is float32, and float64 where float32 is served: the reference in float32 has errors of its own.
     """
-    from tiers.vllm_model.check_layers import MARGIN, watched
+    from tiers.vllm_model.check_choices import MARGIN, watched
 
     reference, served = dispatch.function(call.function, Tier.REFERENCE), call.output.dtype
     precise = torch.float64 if served == torch.float32 else torch.float32
@@ -451,6 +452,8 @@ def write(folder: Path, row: Row, call: Call, number: int) -> Path:
         number: of this process.
     """
     options = dict(call.options)
+    if isinstance(bias := options.get("bias"), Bias):
+        options["bias"] = {"kind": bias.kind} | {name: _kept(tensor) for name, tensor in bias.tensors().items()}
     if "pattern" in options:
         options["pattern"] = {"kind": options["pattern"].kind, **asdict(options["pattern"])}
     content = {
@@ -503,6 +506,7 @@ def read(path: Path) -> tuple[dict[str, Any], Call]:
         if "pattern" in options:
             pattern = dict(options["pattern"])
             options["pattern"] = _PATTERNS[pattern.pop("kind")](**pattern)
+            options["bias"] = None if options["bias"] is None else Bias(**options["bias"])
         call = Call(content["function"], content["inputs"], options, content["output"])
         getattr(torch, content["dtype"])
     except (KeyError, TypeError, AttributeError) as error:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tiers.reference.model import ReferenceModel
-from tiers.vllm_model.check_layers import watched
+from tiers.vllm_model.check_choices import watched
 
 # Tokens generated after each prompt.
 NEW_TOKENS = 6

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from tiers.reference.config import ModelConfig
+from tiers.reference.config import Geglu, ModelConfig, Swiglu
 from tiers.reference.errors import CheckpointError
 from tiers.reference.heads import HeadLayout
 from tiers.reference.load import CheckedTensors
@@ -21,8 +21,11 @@ STACKED: dict[str, tuple[str, str | int]] = {
     ".mixer.v_proj.": (".mixer.qkv_proj.", "v"),
     ".ffn.gate_proj.": (".ffn.gate_up_proj.", 0),
     ".ffn.up_proj.": (".ffn.gate_up_proj.", 1),
+    ".ffn.shared.gate_proj.": (".ffn.shared.gate_up_proj.", 0),
+    ".ffn.shared.up_proj.": (".ffn.shared.gate_up_proj.", 1),
 }
 
+_EXPERT = re.compile(r"(model\.layers\.\d+\.ffn)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
@@ -46,6 +49,7 @@ def arrange(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     if match is None or not match[2].startswith(("mixer.q_proj.", "mixer.q_norm.", "mixer.o_proj.weight")):
         return tensor
     mixer = config.layers[int(match[1])].mixer
+    assert mixer is not None
     if match[2] == "mixer.q_norm.weight" and mixer.qk_norm != "full":
         return tensor  # one weight for all heads
     layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
@@ -77,6 +81,12 @@ def load(model: nn.Module, config: ModelConfig, tensors: Iterable[tuple[str, Ten
         full, part = target(name, _is_gated(config, name))
         if is_pp_missing_parameter(full, model):
             continue
+        if expert := _EXPERT.fullmatch(full):
+            # All experts of a layer are one parameter, of which each rank has its own part.
+            experts: Any = model.get_submodule(f"{expert[1]}.experts")
+            experts.load(int(expert[2]), expert[3], tensor)
+            filled.update(f"{expert[1]}.experts.{own}" for own, _ in experts.named_parameters())
+            continue
         if full not in parameters:
             raise CheckpointError(
                 f"{name}: the model on this rank has no parameter {full}; this is a bug in vllm-tiers"
@@ -99,4 +109,4 @@ def load(model: nn.Module, config: ModelConfig, tensors: Iterable[tuple[str, Ten
 
 def _is_gated(config: ModelConfig, name: str) -> bool:
     match = _LAYER.fullmatch(name)
-    return match is not None and config.layers[int(match[1])].ffn.kind in ("swiglu", "geglu")
+    return match is not None and isinstance(config.layers[int(match[1])].ffn, Swiglu | Geglu)

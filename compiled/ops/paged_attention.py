@@ -25,8 +25,9 @@ from einops import rearrange
 from torch import Tensor
 
 from tiers.compiled.options import compiled, first_size_varies, kinds
-from tiers.reference.config import Dense, TopK, Window
+from tiers.reference.config import Dense, TopK, Window, Xpos
 from tiers.reference.ops.attention import Pattern
+from tiers.reference.ops.bias import Bias, bias_values
 from tiers.reference.ops.paged_attention import Batch
 
 # Elements held at once of scores, and of what `_decode` adds up: 64 MiB in float32. More is done in parts, down to one
@@ -36,6 +37,10 @@ MAX_SCORES = 2**24
 # Rows of scores are as long as the longest context. Contexts of other lengths are not joined if that more than doubles
 # the rows, unless they have no more elements than this.
 SMALL = 2**18
+
+
+# The tensors of a bias: factor_H, rate_H, table_RL.
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Setup:
     pattern: Pattern
     head_map: tuple[int, ...] | None
     softcap: float | None
+    bias: str | None = None
 
     def blocks(self, length: int) -> int:
         """Blocks of a context."""
@@ -59,6 +65,11 @@ class Setup:
     def least_blocks(self) -> int:
         """Rows of scores have at least so many blocks: topk wants k elements, and 1 would be compiled in."""
         return max(2, self.blocks(self.pattern.k)) if isinstance(self.pattern, TopK) else 2
+
+    @property
+    def tile_blocks(self) -> int:
+        """Blocks of keys that share an anchor of xPos."""
+        return max(1, Xpos.longest_tile // self.page)
 
 
 @dataclass(frozen=True)
@@ -80,23 +91,30 @@ def paged_attention(
     scale: float,
     pattern: Pattern,
     head_map: Sequence[int] | None = None,
-    slopes_H: Tensor | None = None,
+    bias: Bias | None = None,
+    decay_D: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Same contract as the reference; no gradients. Compiles once for decode steps and once for prompts."""
     heads, size = query_THD.shape[1:]
     kv_heads, page = cache_BKNC.shape[1:3]
-    setup = Setup(heads, kv_heads, size, page, scale, pattern, None if head_map is None else tuple(head_map), softcap)
-    _check(cache_BKNC, batch, setup, slopes_H)
-    variant = (kinds(query_THD, cache_BKNC, slopes_H), cache_BKNC.stride())
-    kv_H = None if setup.head_map is None else _on_device(setup.head_map, query_THD.device)
+    head_map = None if head_map is None else tuple(head_map)
+    kind = None if bias is None else bias.kind
+    setup = Setup(heads, kv_heads, size, page, scale, pattern, head_map, softcap, kind)
+    _check(cache_BKNC, batch, setup, bias, decay_D)
+    parts = () if bias is None else (bias.factor_H, bias.rate_H, bias.table_RL)
+    # A table's length differs from model to model only, but is no constant of the code.
+    table_rows = None if bias is None or bias.table_RL is None else len(bias.table_RL)
+    variant = (kinds(query_THD, cache_BKNC, decay_D, *parts), cache_BKNC.stride(), table_rows)
+    kv_H = None if head_map is None else _on_device(head_map, query_THD.device)
+    added = (parts or (None, None, None), decay_D)
     pieces = _pieces(batch, setup)
 
     decode = compiled(_decode, variant, setup=setup)
     groups = list(_groups([piece for piece in pieces if piece.stop - piece.start == 1], setup))
     if len(groups) == 1 and len(groups[0]) == len(batch.lengths_R) == len(query_THD) > 1:
         blocks = _blocks(batch.block_table_RP, batch.lengths_R, groups[0], setup)
-        return decode(*_varying(query_THD.contiguous(), cache_BKNC, *blocks), _widest(groups[0], setup), kv_H, slopes_H)
+        return decode(*_varying(query_THD.contiguous(), cache_BKNC, *blocks), _widest(groups[0], setup), kv_H, *added)
 
     out_THD = torch.zeros_like(query_THD)
     for group in groups:
@@ -106,7 +124,7 @@ def paged_attention(
             [[row.start, row.request, row.length] for row in rows], device=query_THD.device
         ).T
         blocks = _blocks(batch.block_table_RP[requests_R], lengths_R, rows, setup)
-        out_RHD = decode(*_varying(query_THD[tokens_R], cache_BKNC, *blocks), _widest(rows, setup), kv_H, slopes_H)
+        out_RHD = decode(*_varying(query_THD[tokens_R], cache_BKNC, *blocks), _widest(rows, setup), kv_H, *added)
         out_THD[tokens_R[: len(group)]] = out_RHD[: len(group)]
 
     prefill = compiled(_prefill, variant, setup=setup)
@@ -115,10 +133,15 @@ def paged_attention(
             part = slice(piece.start, piece.stop)
             blocks_P = batch.block_table_RP[piece.request, : setup.blocks(piece.length)]
             # Blocks beyond the context stand behind every query; any that exists will do.
-            blocks_P = torch.cat((blocks_P, blocks_P[:1].expand(max(0, setup.least_blocks - len(blocks_P)))))
+            wanted = max(len(blocks_P), setup.least_blocks)
+            if decay_D is not None:  # whole tiles, and never one alone
+                wanted = max(2, -(-wanted // setup.tile_blocks)) * setup.tile_blocks
+            blocks_P = torch.cat((blocks_P, blocks_P[:1].expand(wanted - len(blocks_P))))
+            if decay_D is not None:
+                blocks_P = blocks_P.view(-1, setup.tile_blocks)
             positions_T = torch.arange(piece.length - (piece.stop - piece.start), piece.length, device=query_THD.device)
             varying = _varying(query_THD[part].clone(), cache_BKNC, blocks_P, positions_T.int())
-            out_THD[part] = prefill(*varying, kv_H, slopes_H)
+            out_THD[part] = prefill(*varying, kv_H, *added)
     return out_THD
 
 
@@ -191,7 +214,8 @@ def _decode(
     block_X: Tensor,
     widest: int,
     kv_H: Tensor | None,
-    slopes_H: Tensor | None,
+    parts: Parts,
+    decay_D: Tensor | None,
     *,
     setup: Setup,
 ) -> Tensor:
@@ -202,12 +226,17 @@ def _decode(
         kv_H = torch.arange(setup.heads, device=device) // (setup.heads // setup.kv_heads)
     # Keys and values are cut apart before the look-up: one look-up for both would be a copy of the blocks.
     key_XHND = cache_BKNC[..., :size][block_X[:, None], kv_H].to(exact)
-    scores_XHN = (query_RHD.to(exact)[context_X][:, :, None] * key_XHND).sum(-1)
+    products_XHND = query_RHD.to(exact)[context_X][:, :, None] * key_XHND
+    if decay_D is not None:
+        position_XN = place_X[:, None] * page + torch.arange(page, device=device)
+        distance_XN = (lengths_R[context_X][:, None] - 1 - position_XN).clamp(min=0)
+        products_XHND = products_XHND * torch.exp2(decay_D.to(exact) * distance_XN[:, None, :, None])
+    scores_XHN = products_XHND.sum(-1)
 
     # Behind the last block of a context stands one of the next, which no query sees.
     index_RP = (first_R[:, None] + torch.arange(widest, device=device)).clamp(max=len(block_X) - 1)
     scores_HRL = rearrange(scores_XHN[index_RP], "r p h n -> h r (p n)")
-    weights_HRL = _weights(scores_HRL, lengths_R - 1, slopes_H, setup)
+    weights_HRL = _weights(scores_HRL, lengths_R - 1, parts, setup)
     weights_XHN = rearrange(weights_HRL, "h r (p n) -> r p h n", n=page)[context_X, place_X]
 
     value_XHND = cache_BKNC[..., size:][block_X[:, None], kv_H].to(exact)
@@ -226,12 +255,14 @@ def _prefill(
     blocks_P: Tensor,
     positions_T: Tensor,
     kv_H: Tensor | None,
-    slopes_H: Tensor | None,
+    parts: Parts,
+    decay_D: Tensor | None,
     *,
     setup: Setup,
 ) -> Tensor:
     """The queries stand at ascending positions of one context, which consists of the blocks."""
-    size = setup.size
+    size, tiles = setup.size, blocks_P.shape[0]
+    blocks_P = blocks_P.flatten()  # with xPos they come by tiles
     exact = _exact(query_THD)
     # A head map is done with a copy of keys and values for each query head.
     both_PKNC = cache_BKNC[blocks_P] if kv_H is None else cache_BKNC[blocks_P[:, None], kv_H]
@@ -241,20 +272,40 @@ def _prefill(
     owned_L = torch.arange(value_KLD.shape[1], device=value_KLD.device) <= positions_T[-1]
     value_KLD = torch.where(owned_L[:, None], value_KLD, 0)
     query_KMD = rearrange(query_THD.to(exact), "t (kv g) d -> kv (g t) d", kv=kv)
-    scores_HTL = rearrange(query_KMD @ key_KLD.mT, "kv (g t) l -> (kv g) t l", g=g)
-    weights_HTL = _weights(scores_HTL, positions_T, slopes_H, setup)
+    if decay_D is None:
+        scores_HTL = rearrange(query_KMD @ key_KLD.mT, "kv (g t) l -> (kv g) t l", g=g)
+    else:
+        scores_HTL = rearrange(
+            _decayed(query_KMD, key_KLD, positions_T.repeat(g), decay_D.to(exact), tiles),
+            "kv (g t) l -> (kv g) t l",
+            g=g,
+        )
+    weights_HTL = _weights(scores_HTL, positions_T, parts, setup)
     out_KMD = rearrange(weights_HTL, "(kv g) t l -> kv (g t) l", kv=kv) @ value_KLD
     out_THD = rearrange(out_KMD, "kv (g t) d -> t (kv g) d", g=g)
     return (out_THD / rearrange(_sum(weights_HTL, -1), "h t -> t h 1")).to(query_THD.dtype)
 
 
-def _weights(scores_HML: Tensor, positions_M: Tensor, slopes_H: Tensor | None, setup: Setup) -> Tensor:
+def _decayed(query_KMD: Tensor, key_KLD: Tensor, positions_M: Tensor, decay_D: Tensor, tiles: int) -> Tensor:
+    """[KV, M, L] products of xPos, as `decayed_products` of the reference makes them, all tiles at once."""
+    key_KXSD = rearrange(key_KLD, "kv (x s) d -> kv x s d", x=tiles)
+    tile = key_KXSD.shape[2]
+    before_S = tile - 1 - torch.arange(tile, device=key_KLD.device)
+    anchor_X = torch.arange(tiles, device=key_KLD.device) * tile + (tile - 1)
+    # Queries before a tile see none of it.
+    beyond_XM = (positions_M - anchor_X[:, None]).clamp(min=-tile)
+    scaled_KXSD = key_KXSD * torch.exp2(decay_D * before_S[:, None])
+    scaled_KXMD = query_KMD[:, None] * torch.exp2(decay_D * beyond_XM[..., None])
+    return rearrange(scaled_KXMD @ scaled_KXSD.mT, "kv x m s -> kv m (x s)")
+
+
+def _weights(scores_HML: Tensor, positions_M: Tensor, parts: Parts, setup: Setup) -> Tensor:
     """What each value counts, before the division by their sum; zero where a key is not kept.
 
     Args:
         scores_HML: q . k of key j in column j; columns behind a query's position may hold anything.
         positions_M: of the queries, int32.
-        slopes_H, setup: as elsewhere.
+        parts, setup: as elsewhere.
     """
     pattern, lowest = setup.pattern, float("-inf")
     scores_HML = scores_HML * setup.scale
@@ -262,8 +313,8 @@ def _weights(scores_HML: Tensor, positions_M: Tensor, slopes_H: Tensor | None, s
         scores_HML = setup.softcap * torch.tanh(scores_HML / setup.softcap)
     key_L = torch.arange(scores_HML.shape[-1], device=scores_HML.device, dtype=torch.int32)
     distance_ML = positions_M[:, None] - key_L
-    if slopes_H is not None:
-        scores_HML = scores_HML - slopes_H.to(scores_HML.dtype)[:, None, None] * distance_ML
+    if setup.bias is not None:
+        scores_HML = scores_HML + bias_values(setup.bias, *parts, distance_ML, scores_HML.dtype)  # type: ignore[arg-type]
     scores_HML = torch.where(distance_ML >= 0, scores_HML, lowest)
     if not isinstance(pattern, Dense):
         always_ML = (distance_ML < pattern.window) | (key_L < pattern.sink)
@@ -307,7 +358,7 @@ def _on_device(head_map: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(head_map, device=device)
 
 
-def _check(cache_BKNC: Tensor, batch: Batch, setup: Setup, slopes_H: Tensor | None) -> None:
+def _check(cache_BKNC: Tensor, batch: Batch, setup: Setup, bias: Bias | None, decay_D: Tensor | None) -> None:
     heads, kv_heads, head_map = setup.heads, setup.kv_heads, setup.head_map
     if cache_BKNC.shape[3] != 2 * setup.size:
         raise ValueError(f"cache_BKNC has {cache_BKNC.shape[3]} channels; expected {2 * setup.size}, 2 * head size")
@@ -317,8 +368,10 @@ def _check(cache_BKNC: Tensor, batch: Batch, setup: Setup, slopes_H: Tensor | No
         raise ValueError(f"head_map has {len(head_map)} entries; expected {heads}, one per query head")
     if head_map is not None and not all(0 <= kv < kv_heads for kv in head_map):
         raise ValueError(f"head_map is {list(head_map)}; expected indices from 0 to {kv_heads - 1}")
-    if slopes_H is not None and slopes_H.shape != (heads,):
-        raise ValueError(f"slopes_H has shape {tuple(slopes_H.shape)}; expected ({heads},), one per query head")
+    if bias is not None:
+        bias.check(heads)
+    if decay_D is not None and decay_D.shape != (setup.size,):
+        raise ValueError(f"decay_D has shape {tuple(decay_D.shape)}; expected ({setup.size},), one per channel")
     lengths, starts = batch.host
     for request, length in enumerate(lengths):
         tokens = starts[request + 1] - starts[request]

@@ -9,6 +9,7 @@ parameters: the checkpoint under our names, with the shapes that rules make of i
 geometry: sizes that both the config and the tensors tell
 unusual: what a plain Llama does not have
 sizes: parameters, and elements in the cache per token
+balance: how tokens fall on experts; the one that reads weights, and only when it is asked
 coverage: tensors that no rule or no place is about, and parameters that nothing fills
 guesses: what a tensor without a place probably is
 vocabulary: vocab_size, rows of the matrices, and ids of the tokenizer

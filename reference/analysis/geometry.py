@@ -1,12 +1,12 @@
 """Sizes that both the config and the shapes of tensors tell, side by side."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiers.reference.analysis.layers import LAYER, alike, ranges
 from tiers.reference.analysis.parameters import Mapped, targets
 from tiers.reference.checkpoint import TensorInfo
-from tiers.reference.config import Layer, ModelConfig
+from tiers.reference.config import Geglu, Gelu, Layer, ModelConfig, Moe, Swiglu
 from tiers.reference.weight_map import WeightMap
 
 Value = int | bool | str | None
@@ -117,9 +117,12 @@ def _layer_rows(
     mixer, ffn = (layer.mixer, layer.ffn) if layer else (None, None)
     q = {"q_proj": size("mixer.q_proj.weight", 0), "o_proj": size("mixer.o_proj.weight", 1)}
     kv = {"k_proj": size("mixer.k_proj.weight", 0), "v_proj": size("mixer.v_proj.weight", 0)}
+    names = [name for name in shapes if name.startswith("ffn.")]
+    # Of experts the first stands for all; one of another size is refused by name when headers are compared.
+    module = "ffn.experts.0" if any(name.startswith("ffn.experts.") for name in names) else "ffn"
     inner = {
-        "up_proj": size("ffn.up_proj.weight", 0), "gate_proj": size("ffn.gate_proj.weight", 0),
-        "down_proj": size("ffn.down_proj.weight", 1),
+        "up_proj": size(f"{module}.up_proj.weight", 0), "gate_proj": size(f"{module}.gate_proj.weight", 0),
+        "down_proj": size(f"{module}.down_proj.weight", 1),
     }  # fmt: skip
     rows: dict[str, tuple[Value, Value]] = {
         "num_heads * head_dim": (mixer.num_heads * mixer.head_dim if mixer else None, _one(q)),
@@ -127,7 +130,8 @@ def _layer_rows(
         "intermediate_size": (ffn.intermediate_size if ffn else None, _one(inner)),
     }
     if mixer is None or ffn is None or layer is None:
-        return rows
+        # Of what a layer is without there is nothing to compare.
+        return {name: row for name, row in rows.items() if layer is None or row != (None, None)}
     if fused is not None:
         heads = mixer.num_heads + 2 * mixer.num_kv_heads
         rows["rows of q, k and v"] = (heads * mixer.head_dim, fused)
@@ -138,9 +142,11 @@ def _layer_rows(
         if mixer.qk_norm == "head":
             said |= {name: shapes.get(f"mixer.{name}.weight", (None,))[0] for name in ("q_norm", "k_norm")}
         rows["head_dim"] = (mixer.head_dim, _one(said))
-    present = {
-        "qkv_bias": (mixer.qkv_bias, "mixer.q_proj"), "o_bias": (mixer.o_bias, "mixer.o_proj"), "ffn.bias": (ffn.bias, "ffn.up_proj"),
-    }  # fmt: skip
+    if isinstance(ffn, Moe) or module != "ffn":
+        rows |= _expert_rows(ffn, names, size)
+    present = {"qkv_bias": (mixer.qkv_bias, "mixer.q_proj"), "o_bias": (mixer.o_bias, "mixer.o_proj")}
+    if not isinstance(ffn, Moe):
+        present["ffn.bias"] = (ffn.bias, "ffn.up_proj")
     for field, (wanted, module) in present.items():
         # Without the matrix nothing is known of its bias.
         if f"{module}.weight" in shapes:
@@ -148,6 +154,24 @@ def _layer_rows(
     if layer.gate is not None or any(name.startswith("gate.") for name in shapes):
         rows["gate"] = (layer.gate is not None, any(name.startswith("gate.") for name in shapes))
     return rows
+
+
+def _expert_rows(
+    ffn: Swiglu | Geglu | Gelu | Moe, names: Sequence[str], size: Callable[[str, int], int | None]
+) -> dict[str, tuple[Value, Value]]:
+    """As `_layer_rows`, of a mixture of experts; either side may have none."""
+    held = len({name.split(".")[2] for name in names if name.startswith("ffn.experts.")})
+    moe = ffn if isinstance(ffn, Moe) else None
+    rows: dict[str, tuple[Value, Value]] = {
+        "num_experts": (moe.num_experts if moe else 0, held or None),
+        "num_experts (router rows)": (moe.num_experts if moe else 0, size("ffn.router.weight", 0)),
+        "shared_intermediate_size": (
+            (moe.shared_intermediate_size if moe else 0) or 0, size("ffn.shared.up_proj.weight", 0) or (0 if held else None),
+        ),
+        "correction_bias": (moe.correction_bias if moe else False, "ffn.correction_bias" in names),
+        "shared_gate": (moe.shared_gate if moe else False, "ffn.shared_gate.weight" in names),
+    }  # fmt: skip
+    return {name: row for name, row in rows.items() if row not in ((0, None), (0, 0), (False, False))}
 
 
 def _quotient(number: int, by: int) -> Value:

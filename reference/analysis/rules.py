@@ -10,6 +10,7 @@ from tiers.reference.analysis.layers import ranges
 from tiers.reference.checkpoint import TensorInfo
 from tiers.reference.config import ModelConfig
 from tiers.reference.weight_map import Entry
+from tiers.reference.weight_rules import EXPERTS
 
 
 def slices(entry: Entry, info: TensorInfo, config: ModelConfig) -> list[str]:
@@ -21,7 +22,11 @@ def slices(entry: Entry, info: TensorInfo, config: ModelConfig) -> list[str]:
     rule = entry.rule
     if rule is None or not entry.targets:
         return []
-    turned = rule.transpose and len(info.shape) == 2
+    if rule.layout == EXPERTS:
+        blocks = len(rule.to)
+        which = [f", block {i % blocks + 1} of {blocks}" if blocks > 1 else "" for i in range(len(entry.targets))]
+        return [f"expert {i // blocks}{text} (experts)" for i, text in enumerate(which)]
+    turned = bool(rule.transpose) and len(info.shape) == 2
     word, number = ("columns", info.shape[1]) if turned else ("rows", info.shape[0] if info.shape else 1)
     extra = [text for text, wanted in (("transposed", turned), (f"plus {rule.add:g}", rule.add)) if wanted]
     if rule.layout in (None, "copies"):

@@ -5,14 +5,15 @@ from typing import Any
 
 from tiers.reference import fields
 from tiers.reference.analysis.layers import alike, in_layers, ranges
-from tiers.reference.config import Alibi, Layer, ModelConfig, Rope, TopK, Window
+from tiers.reference.config import Geglu, Gelu, Layer, ModelConfig, Moe, TopK, Window
 from tiers.reference.heads import HeadLayout
+from tiers.reference.positions import T5, Alibi, Kerple, Rope, Sandwich, Xpos
 
 
 def unusual(config: ModelConfig) -> list[str]:
     """Short lines about everything that a plain Llama with one head size does not have, and with which layers."""
     lines = []
-    for describe in (_heads, _scores, _positions, _pattern, _biases, _gate):
+    for describe in (_absent, _heads, _scores, _positions, _pattern, _biases, _experts, _gate):
         for text, where in alike(describe(layer, config) for layer in config.layers).items():
             everywhere = len(where) == len(config.layers)
             lines += [part if everywhere else f"{part} ({in_layers(where)})" for part in text]
@@ -23,8 +24,15 @@ def unusual(config: ModelConfig) -> list[str]:
     return lines
 
 
+def _absent(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
+    names = [name for name, part in (("attention", layer.mixer), ("ffn", layer.ffn)) if part is None]
+    return (f"no {' and no '.join(names)}",) if names else ()
+
+
 def _heads(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
     mixer, lines = layer.mixer, []
+    if mixer is None:
+        return ()
     sizes = sorted({mixer.heads.count(kv) for kv in mixer.heads})
     layout = HeadLayout.of(mixer.heads, mixer.num_kv_heads)
     if len(sizes) > 1:
@@ -51,6 +59,8 @@ def _heads(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
 
 def _scores(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
     mixer, lines = layer.mixer, []
+    if mixer is None:
+        return ()
     if mixer.scale is not None and not math.isclose(mixer.scale, mixer.head_dim**-0.5):
         lines.append(f"scores are scaled by {mixer.scale:.6g}, not by 1 / sqrt(head_dim) = {mixer.head_dim**-0.5:.6g}")
     if mixer.softcap is not None:
@@ -59,31 +69,54 @@ def _scores(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
 
 
 def _positions(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
-    position, lines = layer.mixer.position, []
+    if layer.mixer is None:
+        return ()
+    position, size, lines = layer.mixer.position, layer.mixer.head_dim, []
     if isinstance(position, Rope):
-        rotary = position.rotary_dim(layer.mixer.head_dim)
-        if rotary != layer.mixer.head_dim:
-            lines.append(f"rope turns {rotary} of {layer.mixer.head_dim} channels of a head")
+        rotary = position.rotary_dim(size)
+        if rotary != size:
+            lines.append(f"rope turns {rotary} of {size} channels of a head")
         if position.style == "interleaved":
             lines.append("rope pairs neighbouring channels (interleaved), not halves")
         if position.scaling is not None:
-            settings = ", ".join(f"{k} {_setting(v)}" for k, v in vars(position.scaling).items() if v is not None)
+            shown = {k: v for k, v in vars(position.scaling).items() if v is not None}
+            settings = ", ".join(f"{k} {_setting(v)}" for k, v in shown.items())
             lines.append(
                 f"rope is stretched: {position.scaling.kind}, {settings}; longest context {config.max_position_embeddings}"
             )
     elif isinstance(position, Alibi):
-        lines.append(f"ALiBi with {'the published' if position.slopes is None else 'its own'} slopes, no rope")
+        root = " on the square root of the distance" if position.distance == "sqrt" else ""
+        lines.append(f"ALiBi with {'the published' if position.slopes is None else 'its own'} slopes{root}, no rope")
+    elif isinstance(position, Xpos):
+        pairs = "neighbouring channels" if position.style == "interleaved" else "halves"
+        lines.append(
+            f"xpos: rope over {pairs} whose products fall with distance, gamma {position.gamma:g}, scale_base "
+            f"{position.scale_base:g}; keys are cached unscaled"
+        )
+    elif isinstance(position, Sandwich):
+        lines.append(f"sandwich positions of {position.dim or layer.mixer.head_dim} channels added to scores, no rope")
+    elif isinstance(position, T5):
+        owner = "one table for all such layers" if position.shared else "a table per layer"
+        lines.append(
+            f"a learned bias per range of distances (T5): {position.num_buckets} buckets up to {position.max_distance}, "
+            f"{owner}, no rope"
+        )
+    elif isinstance(position, Kerple):
+        whence = "learned" if position.r1 is None else "given"
+        lines.append(f"kerple: scores fall with the logarithm of the distance, r1 and r2 {whence}, no rope")
     elif not config.learned_positions:
         lines.append("no positions at all")
     return tuple(lines)
 
 
 def _setting(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"{value[0]:g} to {value[-1]:g} for {len(value)} pairs" if value else "[]"
     return f"{value:g}" if isinstance(value, float) else fields.shown(value)
 
 
 def _pattern(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
-    pattern = layer.mixer.pattern
+    pattern = layer.mixer.pattern if layer.mixer is not None else None
     if isinstance(pattern, Window):
         sink = f" and the first {pattern.sink}" if pattern.sink else ""
         return (f"a window: each token sees the last {pattern.window} tokens{sink}",)
@@ -94,12 +127,38 @@ def _pattern(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
 
 
 def _biases(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
-    names = [
-        n for n, has in (("q, k, v", layer.mixer.qkv_bias), ("o", layer.mixer.o_bias), ("ffn", layer.ffn.bias)) if has
-    ]
+    mixer, ffn = layer.mixer, layer.ffn
+    biases = {
+        "q, k, v": mixer is not None and mixer.qkv_bias, "o": mixer is not None and mixer.o_bias,
+        "ffn": ffn is not None and not isinstance(ffn, Moe) and ffn.bias,
+    }  # fmt: skip
+    names = [name for name, has in biases.items() if has]
     lines = [f"biases on {', '.join(names)}"] if names else []
-    if layer.ffn.kind != "swiglu":
-        lines.append("ffn without a gate (gelu)" if layer.ffn.kind == "gelu" else "ffn gated by gelu")
+    if isinstance(ffn, Gelu | Geglu):
+        lines.append("ffn without a gate (gelu)" if isinstance(ffn, Gelu) else "ffn gated by gelu")
+    return tuple(lines)
+
+
+def _experts(layer: Layer, config: ModelConfig) -> tuple[str, ...]:
+    ffn = layer.ffn
+    if not isinstance(ffn, Moe):
+        return ()
+    lines = [f"a mixture of {ffn.num_experts} experts, {ffn.top_k} for each token"]
+    if ffn.score == "sigmoid" or ffn.correction_bias:
+        corrected = ", with a correction for the choice" if ffn.correction_bias else ""
+        lines.append(f"experts are scored by a {ffn.score}{corrected}")
+    if ffn.groups > 1:
+        best = "best expert" if ffn.group_score == "max" else "best two experts"
+        lines.append(f"experts of {ffn.top_groups} of {ffn.groups} groups are chosen from, those with the {best}")
+    if not ffn.renormalize:
+        lines.append("weights of the chosen experts are not renormalised")
+    if ffn.routed_scaling_factor != 1:
+        lines.append(f"what experts add is multiplied by {ffn.routed_scaling_factor:g}")
+    if ffn.shared_intermediate_size is not None:
+        gated = ", scaled by a sigmoid of the token" if ffn.shared_gate else ""
+        lines.append(f"shared experts of {ffn.shared_intermediate_size} channels for every token{gated}")
+    if ffn.activation != "silu":
+        lines.append(f"experts gated by {ffn.activation}")
     return tuple(lines)
 
 

@@ -11,6 +11,8 @@ from einops import rearrange
 from torch import Tensor
 
 from tiers.reference.config import Dense, TopK, Window
+from tiers.reference.ops.bias import Bias
+from tiers.reference.ops.xpos import decayed_products
 
 Pattern = Dense | Window | TopK
 
@@ -27,13 +29,14 @@ def attention(
     scale: float,
     pattern: Pattern,
     head_map: Sequence[int] | None = None,
-    slopes_H: Tensor | None = None,
+    bias: Bias | None = None,
+    decay_D: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Attend from the last T of S tokens to all tokens up to their own, as far as the pattern keeps them.
 
-    s(h,i,j) = softcap(scale * q_i . k_j) - slope_h * (i - j) for j <= i, in float32 (float64 for float64 input);
-    softcap(x) = c * tanh(x / c). Of these scores the pattern keeps some (see `kept`), and
+    s(h,i,j) = softcap(scale * q_i . k_j) + bias(h, i - j) for j <= i, in float32 (float64 for float64 input);
+    softcap(x) = c * tanh(x / c). With xPos, q_i . k_j is sum_c q_c k_c 2 ** (decay_c * (i - j)). Of these scores the pattern keeps some (see `kept`), and
     out(h,i) = sum_j softmax_j(s(h,i,j) over kept j) * v_j, rounded once to the dtype of the query.
 
     Args:
@@ -43,7 +46,8 @@ def attention(
         scale: multiplies q . k; usually D ** -0.5.
         pattern: which keys are kept.
         head_map: the key/value head of each query head; None for contiguous groups of H / KV heads.
-        slopes_H: [H] ALiBi slopes, positive, float32.
+        bias: of H heads, from `tiers.reference.ops.bias`; None for none.
+        decay_D: [D] from `tiers.reference.ops.xpos`, float32; None for products as they are.
         softcap: c above; None for none.
 
     Returns:
@@ -55,7 +59,7 @@ def attention(
     Source: Vaswani et al. 2017 (1706.03762) section 3.2.1; ALiBi: Press et al. 2022 (2108.12409) section 3. The order
     "cap, then bias" is vLLM's; the top-k rule with all ties kept is ours (docs/ops/attention.md).
     """
-    _check(query_THD, key_SKD, value_SKD, head_map, slopes_H)
+    _check(query_THD, key_SKD, value_SKD, head_map, bias, decay_D)
     if head_map is not None:
         # One key/value head per query head: any map becomes H groups of one.
         index_H = torch.tensor(head_map, device=key_SKD.device)
@@ -66,15 +70,14 @@ def attention(
     length = key_SKD.shape[0]
     block = max(1, MAX_SCORES // (heads * length))
     if tokens <= block:
-        return _attend(query_THD, key_SKD, value_SKD, length - tokens, scale, pattern, index_H, slopes_H, softcap)
+        return _attend(query_THD, key_SKD, value_SKD, length - tokens, scale, pattern, index_H, bias, decay_D, softcap)
     outs = []
     for start in range(0, tokens, block):
         part_THD = query_THD[start : start + block]
         first = length - tokens + start
         end = first + len(part_THD)
-        outs.append(
-            _attend(part_THD, key_SKD[:end], value_SKD[:end], first, scale, pattern, index_H, slopes_H, softcap)
-        )
+        part = (part_THD, key_SKD[:end], value_SKD[:end])
+        outs.append(_attend(*part, first, scale, pattern, index_H, bias, decay_D, softcap))
     return torch.cat(outs)
 
 
@@ -86,24 +89,29 @@ def _attend(
     scale: float,
     pattern: Pattern,
     index_H: Tensor | None,
-    slopes_H: Tensor | None,
+    bias: Bias | None,
+    decay_D: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
     """`attention` for queries at positions first, first + 1, ..., S - 1. Scores are [KV, G, T, S] throughout."""
     exact = torch.float64 if query_THD.dtype == torch.float64 else torch.float32
     kv_heads = key_SKD.shape[1]
     query = rearrange(query_THD.to(exact), "t (kv g) d -> kv (g t) d", kv=kv_heads)
-    key = rearrange(key_SKD.to(exact), "s kv d -> kv d s")
+    key = rearrange(key_SKD.to(exact), "s kv d -> kv s d")
     value = rearrange(value_SKD.to(exact), "s kv d -> kv s d")
 
-    scores = rearrange((query @ key) * scale, "kv (g t) s -> kv g t s", t=query_THD.shape[0])
+    if decay_D is None:
+        products = rearrange(query @ key.mT, "kv (g t) s -> kv g t s", t=query_THD.shape[0])
+    else:
+        split = rearrange(query, "kv (g t) d -> kv g t d", t=query_THD.shape[0])
+        products = decayed_products(split, key, first, decay_D)
+    scores = products * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     positions = torch.arange(key_SKD.shape[0], device=key.device)
     distance_TS = positions[first:, None] - positions
-    if slopes_H is not None:
-        slopes = rearrange(slopes_H.to(exact), "(kv g) -> kv g 1 1", kv=kv_heads)
-        scores = scores - slopes * distance_TS
+    if bias is not None:
+        scores = scores + rearrange(bias.values(distance_TS, exact), "(kv g) t s -> kv g t s", kv=kv_heads)
     scores = scores.masked_fill(~kept(scores, distance_TS, pattern, index_H), float("-inf"))
     probabilities = rearrange(scores.softmax(dim=-1), "kv g t s -> kv (g t) s")
     out = rearrange(probabilities @ value, "kv (g t) d -> t (kv g) d", t=query_THD.shape[0])
@@ -161,7 +169,12 @@ def group_max(scores_KGTS: Tensor, index_H: Tensor | None) -> Tensor:
 
 
 def _check(
-    query_THD: Tensor, key_SKD: Tensor, value_SKD: Tensor, head_map: Sequence[int] | None, slopes_H: Tensor | None
+    query_THD: Tensor,
+    key_SKD: Tensor,
+    value_SKD: Tensor,
+    head_map: Sequence[int] | None,
+    bias: Bias | None,
+    decay_D: Tensor | None,
 ) -> None:
     tokens, heads, size = query_THD.shape
     length, kv_heads, key_size = key_SKD.shape
@@ -177,5 +190,7 @@ def _check(
         raise ValueError(f"head_map has {len(head_map)} entries; expected {heads}, one per query head")
     if head_map is not None and not all(0 <= kv < kv_heads for kv in head_map):
         raise ValueError(f"head_map is {list(head_map)}; expected indices from 0 to {kv_heads - 1}")
-    if slopes_H is not None and slopes_H.shape != (heads,):
-        raise ValueError(f"slopes_H has shape {tuple(slopes_H.shape)}; expected ({heads},), one per query head")
+    if bias is not None:
+        bias.check(heads)
+    if decay_D is not None and decay_D.shape != (size,):
+        raise ValueError(f"decay_D has shape {tuple(decay_D.shape)}; expected ({size},), one per channel")

@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from tiers.reference.ops.attention import Pattern, attention
+from tiers.reference.ops.bias import Bias
 
 
 @dataclass
@@ -52,7 +53,8 @@ def paged_attention(
     scale: float,
     pattern: Pattern,
     head_map: Sequence[int] | None = None,
-    slopes_H: Tensor | None = None,
+    bias: Bias | None = None,
+    decay_D: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Gather the pages of each request and call `attention` on them.
@@ -62,7 +64,7 @@ def paged_attention(
         cache_BKNC: [B, KV, N, 2 * D], keys in the first D channels and values in the rest, any strides. The keys and
             values of the query tokens are already in it.
         batch: see there.
-        scale, pattern, head_map, slopes_H, softcap: as in `attention`.
+        scale, pattern, head_map, bias, decay_D, softcap: as in `attention`.
 
     Returns:
         [T, H, D] in the dtype of the query; zero in padding rows.
@@ -83,6 +85,6 @@ def paged_attention(
         tokens = rearrange(cache_BKNC[blocks], "p kv n c -> (p n) kv c")[:length]
         out_THD[start:stop] = attention(
             query_THD[start:stop], tokens[..., :size], tokens[..., size:],
-            scale=scale, pattern=pattern, head_map=head_map, slopes_H=slopes_H, softcap=softcap,
+            scale=scale, pattern=pattern, head_map=head_map, bias=bias, decay_D=decay_D, softcap=softcap,
         )  # fmt: skip
     return out_THD

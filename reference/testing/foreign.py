@@ -84,6 +84,31 @@ def _mpt(heads: int) -> Any:
     )
 
 
+_EXPERTS = {**_GROUPED, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def _qwen2_moe(**changes: Any) -> Any:
+    sizes = {**_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0], **changes}
+    del sizes["head_dim"]
+    return hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**sizes))
+
+
+def _glm4_moe() -> Any:
+    """Sigmoid, correction, groups, shared experts, a dense layer first: the experts of DeepSeek-V3."""
+    sizes = {**_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+    del sizes["num_experts"]
+    config = hf.Glm4MoeConfig(
+        **sizes, n_shared_experts=2, routed_scaling_factor=2.5, use_qk_norm=True, attention_bias=True,
+        **_rope(partial_rotary_factor=0.5),
+    )  # fmt: skip
+    model = hf.Glm4MoeForCausalLM(config)
+    generator = torch.Generator().manual_seed(7)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = 0.3 * torch.randn(buffer.shape, generator=generator)
+    return model
+
+
 _STRETCHED: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "llama3": {
@@ -112,6 +137,19 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma2 with gelu": lambda: _gemma2(hidden_activation="gelu", final_logit_softcapping=5.0),
     "gemma3": _gemma3,
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**_GROUPED, sliding_window=16)),
+    "phi3 with longrope": lambda: hf.Phi3ForCausalLM(
+        hf.Phi3Config(
+            **_GROUPED,
+            original_max_position_embeddings=8,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0 + 0.5 * i for i in range(8)],
+                "original_max_position_embeddings": 8,
+            },
+        )
+    ),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**_SIZES)),
     "gpt_neox parallel": lambda: _gpt_neox(True),
     "gpt_neox sequential": lambda: _gpt_neox(False),
@@ -128,6 +166,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     "stablelm parallel": lambda: _stablelm(use_parallel_residual=True),
     "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_GROUPED)),
     "starcoder2": lambda: hf.Starcoder2ForCausalLM(hf.Starcoder2Config(**_GROUPED, sliding_window=8)),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**_GROUPED, num_local_experts=4)),
+    "qwen2_moe": _qwen2_moe,
+    "qwen2_moe renormalised": lambda: _qwen2_moe(norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[]),
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**_EXPERTS, norm_topk_prob=True)),
+    "olmoe": lambda: hf.OlmoeForCausalLM(hf.OlmoeConfig(**{**_GROUPED, "num_experts": 6, "num_experts_per_tok": 2})),
+    "glm4_moe": _glm4_moe,
     "granite": lambda: hf.GraniteForCausalLM(
         hf.GraniteConfig(
             **_GROUPED, embedding_multiplier=3.0, residual_multiplier=0.7, attention_multiplier=0.2, logits_scaling=2.0
@@ -148,6 +192,10 @@ def foreign_model(name: str) -> Any:
             values *= 0.3
         elif parameter.dim() == 1:
             values = 1 + 0.2 * values
+        elif parameter.dim() == 3:  # all experts of a layer
+            values *= 1.2 * min(parameter.shape[1:]) ** -0.5
+        elif key.endswith(".gate.weight"):  # a router, whose scores shall lie apart
+            values *= 3 * parameter.shape[1] ** -0.5
         else:
             # Vocabularies are narrower than the rest because the head, often the same matrix, makes the logits.
             values *= 0.4 if parameter.shape[0] == VOCAB else 1.2 * min(parameter.shape) ** -0.5

@@ -2,19 +2,34 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiers.reference.config import Dense, TopK, Window
 from tiers.reference.ops.attention import Pattern
+from tiers.reference.ops.bias import bias_of
 from tiers.reference.ops.paged_attention import Batch
+from tiers.reference.ops.xpos import xpos_decay
+from tiers.reference.positions import T5, Alibi, Kerple, NoPosition, Position, Sandwich, Xpos, learned
 
 PATTERNS: dict[str, Pattern] = {
     "dense": Dense(),
     "window": Window(9, 2),
     "topk": TopK(6, 1, 2),
     "topk per group": TopK(6, 1, 2, "group"),
+}
+
+# One position of each kind that changes scores inside attention.
+POSITIONS: dict[str, Position] = {
+    "none": NoPosition(),
+    "alibi": Alibi(),
+    "alibi sqrt": Alibi(distance="sqrt"),
+    "sandwich": Sandwich(16),
+    "kerple": Kerple(),
+    "t5": T5(num_buckets=8, max_distance=20),
+    "xpos": Xpos(scale_base=24.0),
 }
 
 # name -> (query tokens, tokens in the cache) of each request
@@ -27,6 +42,28 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
     "only padding": [(0, 0), (0, 0)],
     "a request without queries": [(1, 5), (0, 31), (2, 8)],
 }
+
+
+def position_options(
+    position: Position, heads: int, size: int, length: int, device: str = "cpu", seed: int = 7
+) -> dict[str, Any]:
+    """`bias` and `decay_D` of attention for one kind of positions; what is learned of them is random.
+
+    Args:
+        position: any kind; rope has no part in attention itself.
+        heads, size: query heads and channels of a head.
+        length: tokens of the longest context.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shapes = learned(position, heads).items()
+    drawn = {name: torch.rand(shape, generator=generator).to(device) for name, shape in shapes}
+    decay_D = xpos_decay(position, size).to(device) if isinstance(position, Xpos) else None
+    return {"bias": bias_of(position, heads, size, length, drawn, device), "decay_D": decay_D}
+
+
+# Decode, a prompt, a chunk behind what may be pages of another request (`PagedInputs.sharing`), a first token; few rows, for
+# what is slow.
+FEW_ROWS = [(1, 40), (5, 5), (6, 38), (1, 1)]
 
 
 @dataclass
@@ -51,6 +88,13 @@ class PagedInputs:
         """Where the query tokens of a request are."""
         starts = self.batch.host[1]
         return slice(starts[request], starts[request + 1])
+
+    def sharing(self) -> "PagedInputs":
+        """The same, but request 2 begins with the pages of request 0, as after a hit in the prefix cache."""
+        table = self.batch.block_table_RP.clone()
+        pages = min(self.batch.host[0][0], self.batch.host[0][2]) // self.cache_BKNC.shape[2]
+        table[2, :pages] = table[0, :pages]
+        return replace(self, batch=replace(self.batch, block_table_RP=table))
 
     def to(self, device: str) -> "PagedInputs":
         """The same on another device, with the memory layout of the cache kept."""

@@ -76,6 +76,80 @@ def alibi_config(**changes: Any) -> dict[str, Any]:
     return {**config, **changes}
 
 
+def positions_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of 9 layers with unequal head groups [4, 1, 1, 2], each with other positions and patterns."""
+    layers: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"kind": "xpos", "scale_base": 24}, {"kind": "dense"}),
+        ({"kind": "sandwich"}, {"kind": "window", "window": 12, "sink": 2}),
+        ({"kind": "t5", "num_buckets": 8, "max_distance": 20, "shared": True}, {}),
+        ({"kind": "kerple"}, {"share": "group"}),
+        ({"kind": "alibi", "distance": "sqrt"}, {"kind": "dense"}),
+        ({"kind": "rope", "style": "interleaved", "partial_rotary_factor": 0.5}, {"kind": "window", "window": 9}),
+        ({"kind": "t5", "num_buckets": 8, "max_distance": 20, "shared": True}, {"kind": "dense"}),
+        ({"kind": "none"}, {"kind": "dense"}),
+        ({"kind": "xpos", "style": "half"}, {"share": "group"}),
+    ]
+    config = tiny_config(
+        hidden_size=48,
+        num_hidden_layers=len(layers),
+        mixer={
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "head_dim": 16,
+            "head_map": [0, 0, 0, 1, 3, 2, 3, 0],
+            "pattern": {"kind": "topk", "k": 6, "sink": 1, "window": 2},
+            "position": {"kind": "t5", "num_buckets": 6, "max_distance": 30},
+        },
+        layers={
+            str(i): {"mixer": {"position": position} | ({"pattern": pattern} if pattern else {})}
+            for i, (position, pattern) in enumerate(layers)
+        },
+    )
+    return {**config, **changes}
+
+
+def moe_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of 4 layers with experts: a dense one first, softmax, sigmoid in groups with shared experts, gated ones."""
+    config = tiny_config(
+        hidden_size=64,
+        mixer={"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "position": {"kind": "rope"}},
+        ffn={"kind": "moe", "num_experts": 8, "top_k": 2, "intermediate_size": 64},
+        layers={
+            "0": {"ffn": {"kind": "swiglu", "intermediate_size": 96}},
+            "2": {
+                "ffn": {
+                    "top_k": 3, "score": "sigmoid", "correction_bias": True, "groups": 4, "top_groups": 2,
+                    "group_score": "top2", "routed_scaling_factor": 1.5, "shared_intermediate_size": 48,
+                },
+                "gate": {"mode": "sigmoid", "source": "bank", "slots": 5},
+            },
+            "3": {
+                "ffn": {
+                    "renormalize": False, "shared_intermediate_size": 40, "shared_gate": True, "activation": "gelu_tanh",
+                    "groups": 2, "routed_scaling_factor": 2.0,
+                },
+            },
+        },
+    )  # fmt: skip
+    return {**config, **changes}
+
+
+def uneven_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of 6 layers that differ in key/value heads and inner width; some without attention, ffn, or both."""
+    config = tiny_config(
+        num_hidden_layers=6,
+        mixer={"num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "position": {"kind": "rope"}},
+        layers={
+            "0": {"mixer": None},
+            "1": {"mixer": {"num_kv_heads": 2}, "ffn": {"intermediate_size": 32}},
+            "2": {"ffn": None},
+            "3": {"mixer": None, "ffn": None, "gate": {"mode": "sigmoid", "source": "bank", "slots": 5}},
+            "4": {"mixer": {"num_heads": 8, "pattern": {"kind": "window", "window": 9}}, "ffn": {"kind": "gelu", "intermediate_size": 160}},
+        },
+    )  # fmt: skip
+    return {**config, **changes}
+
+
 def tiny_model(config: dict[str, Any], seed: int = 0) -> ReferenceModel:
     """A reference model with random weights, spread widely enough that its logits are of order 10."""
     generator = torch.Generator().manual_seed(seed)
@@ -86,6 +160,13 @@ def tiny_model(config: dict[str, Any], seed: int = 0) -> ReferenceModel:
             values = 1 + 0.1 * values
         elif name.endswith("bias"):
             values = 0.1 * values
+        elif "kerple" in name:
+            values = values.abs()
+        elif name.endswith("t5_bias"):
+            pass
+        elif name.endswith("router.weight"):
+            # Scores so far apart that rounding seldom decides which experts a token gets.
+            values = values * 3 * parameter.shape[1] ** -0.5
         elif parameter.dim() == 2 and not name.startswith("embed_tokens"):
             values = values * 1.5 * parameter.shape[1] ** -0.5
         parameter.data = values

@@ -11,7 +11,10 @@ from torch import Tensor
 from tiers.reference.config import Dense, TopK, Window
 from tiers.reference.ops import attention as attention_module
 from tiers.reference.ops.attention import Pattern, attention, kept
+from tiers.reference.ops.bias import Bias
+from tiers.reference.positions import Position
 from tiers.reference.testing.compare import assert_close
+from tiers.reference.testing.inputs import POSITIONS, position_options
 
 PATTERNS: dict[str, Pattern] = {
     "dense": Dense(),
@@ -51,10 +54,23 @@ def inputs(
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
+def naive_bias(bias: Bias, head: int, distance: int) -> float:
+    """One number of a bias."""
+    factor = float(bias.factor_H[head])
+    if bias.kind == "table":
+        assert bias.table_RL is not None
+        row = bias.table_RL[head] if len(bias.table_RL) > 1 else bias.table_RL[0]
+        return factor * float(row[min(distance, len(row) - 1)])
+    if bias.kind == "log":
+        assert bias.rate_H is not None
+        return -factor * math.log(1 + float(bias.rate_H[head]) * distance)
+    return -factor * (distance if bias.kind == "linear" else math.sqrt(distance))
+
+
 def naive_attention(
     query: Tensor, key: Tensor, value: Tensor, *,
     scale: float, pattern: Pattern, head_map: Sequence[int] | None = None,
-    slopes_H: Tensor | None = None, softcap: float | None = None,
+    bias: Bias | None = None, decay_D: Tensor | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The definition, one query of one head at a time, in float64."""
     query, key, value = query.double(), key.double(), value.double()
@@ -66,12 +82,15 @@ def naive_attention(
     def scores(h: int, i: int) -> list[float]:
         """Of query position i against keys 0 to i."""
         found = []
-        for j, product in enumerate((key[: i + 1, reads[h]] @ query[i - (length - tokens), h]).tolist()):
-            score = scale * product
+        for j in range(i + 1):
+            products = query[i - (length - tokens), h] * key[j, reads[h]]
+            if decay_D is not None:
+                products = products * 2 ** (decay_D.double() * (i - j))
+            score = scale * float(products.sum())
             if softcap is not None:
                 score = softcap * math.tanh(score / softcap)
-            if slopes_H is not None:
-                score -= float(slopes_H[h]) * (i - j)
+            if bias is not None:
+                score += naive_bias(bias, h, i - j)
             found.append(score)
         return found
 
@@ -122,17 +141,17 @@ def test_matches_the_naive_loop(shape: Any, pattern: Pattern) -> None:
     [Dense(), Window(4, 2), TopK(4, 1, 2), TopK(4, 1, 2, "group")],
     ids=["dense", "window", "topk", "topk per group"],
 )
-@pytest.mark.parametrize("slopes", [False, True], ids=["no slopes", "slopes"])
+@pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("softcap", [None, 0.7, 30.0], ids=["no softcap", "softcap 0.7", "softcap 30"])
 @pytest.mark.parametrize("head_map", [None, (0, 1, 0, 1), (1, 0, 1, 1)], ids=["contiguous", "interleaved", "unequal"])
 def test_biases_enter_before_the_selection(
-    pattern: Pattern, slopes: bool, softcap: float | None, head_map: Any
+    pattern: Pattern, position: Position, softcap: float | None, head_map: Any
 ) -> None:
     query, key, value = inputs(9, 23, 4, 2, 8, seed=1)
-    slopes_H = torch.tensor([0.5, 0.25, 0.3, 0.01]) if slopes else None
-    options = {"scale": 0.9, "pattern": pattern, "head_map": head_map, "slopes_H": slopes_H, "softcap": softcap}
+    options = {"scale": 0.9, "pattern": pattern, "head_map": head_map, "softcap": softcap}
+    options |= position_options(position, 4, 8, 23)
     expected = naive_attention(query, key, value, **options)
-    # The slopes are float32 numbers, and exact as such.
+    # Slopes, tables and rates are float32 numbers, and exact as such.
     assert_close(attention(query, key, value, **options), expected, 1e-12)
 
 
@@ -155,10 +174,11 @@ def test_bfloat16_is_rounded_once() -> None:
 
 def test_no_argument_is_modified() -> None:
     tensors = inputs(7, 20, 4, 2, 8, torch.float32)
-    slopes = torch.rand(4)
-    before = [tensor.clone() for tensor in (*tensors, slopes)]
-    attention(*tensors, scale=1.0, pattern=TopK(3), head_map=(0, 1, 0, 1), slopes_H=slopes, softcap=5.0)
-    assert all(torch.equal(a, b) for a, b in zip((*tensors, slopes), before, strict=True))
+    bias, decay = Bias("log", torch.rand(4), torch.rand(4)), -torch.rand(8)
+    everything = (*tensors, *bias.tensors().values(), decay)
+    before = [tensor.clone() for tensor in everything]
+    attention(*tensors, scale=1.0, pattern=TopK(3), head_map=(0, 1, 0, 1), bias=bias, decay_D=decay, softcap=5.0)
+    assert all(torch.equal(a, b) for a, b in zip(everything, before, strict=True))
 
 
 def test_a_contiguous_map_spelled_out_matches_none() -> None:
@@ -301,7 +321,12 @@ def test_an_infinite_query_shows(share: Any) -> None:
 @pytest.mark.parametrize("scores", [1, 500, 1500], ids="at most {} scores at once".format)
 def test_blocks_match_the_whole(pattern: Pattern, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = inputs(21, 40, 4, 2, 8)
-    options = {"scale": 0.5, "pattern": pattern, "slopes_H": torch.tensor([0.5, 0.25, 0.1, 0.01]), "softcap": 4.0}
+    options = {
+        "scale": 0.5,
+        "pattern": pattern,
+        "bias": Bias("linear", torch.tensor([0.5, 0.25, 0.1, 0.01])),
+        "softcap": 4.0,
+    }
     expected = attention(query, key, value, **options)
     mapped = attention(query, key, value, head_map=(1, 0, 0, 0), **options)
     monkeypatch.setattr(attention_module, "MAX_SCORES", scores)
@@ -313,7 +338,7 @@ def test_blocks_match_the_whole(pattern: Pattern, scores: int, monkeypatch: pyte
 @pytest.mark.parametrize("step", [1, 5], ids=["token by token", "five tokens at a time"])
 def test_chunked_matches_whole(pattern: Pattern, step: int) -> None:
     query, key, value = inputs(21, 21, 4, 2, 8)
-    options = {"scale": 0.5, "pattern": pattern, "slopes_H": torch.tensor([0.5, 0.25, 0.1, 0.01])}
+    options = {"scale": 0.5, "pattern": pattern, "bias": Bias("linear", torch.tensor([0.5, 0.25, 0.1, 0.01]))}
     expected = attention(query, key, value, **options)
     parts = [attention(query[t : t + step], key[: t + step], value[: t + step], **options) for t in range(0, 21, step)]
     assert_close(torch.cat(parts), expected, 1e-12)
@@ -331,10 +356,21 @@ def test_chunked_matches_whole(pattern: Pattern, step: int) -> None:
         ({"query": torch.zeros(10, 4, 8)}, "key_SKD has 9 tokens; expected at least 10"),
         ({"query": torch.zeros(5, 3, 8)}, "query_THD has 3 heads; expected a multiple of 2, or a head_map"),
         ({"head_map": (0, 1, 0)}, "head_map has 3 entries; expected 4"),
-        ({"slopes_H": torch.zeros(2)}, r"slopes_H has shape \(2,\); expected \(4,\)"),
-        ({"slopes_H": torch.zeros(4, 1)}, r"slopes_H has shape \(4, 1\); expected \(4,\)"),
+        ({"bias": Bias("linear", torch.zeros(2))}, r"bias.factor_H has shape \(2,\); expected \(4,\)"),
+        ({"bias": Bias("linear", torch.zeros(4, 1))}, r"bias.factor_H has shape \(4, 1\); expected \(4,\)"),
+        ({"decay_D": torch.zeros(4)}, r"decay_D has shape \(4,\); expected \(8,\)"),
     ],
-    ids=["head size", "value tokens", "value heads", "too many queries", "heads", "head_map", "slopes", "slopes rank"],
+    ids=[
+        "head size",
+        "value tokens",
+        "value heads",
+        "too many queries",
+        "heads",
+        "head_map",
+        "slopes",
+        "slopes rank",
+        "decay",
+    ],
 )
 def test_rejects_mismatched_arguments(changes: dict[str, Any], message: str) -> None:
     tensors = {"query": torch.zeros(5, 4, 8), "key": torch.zeros(9, 2, 8), "value": torch.zeros(9, 2, 8)}
@@ -356,8 +392,11 @@ def test_rejects_mismatched_arguments(changes: dict[str, Any], message: str) -> 
         (TopK(2, 0, 1, "group"), {}),
         (TopK(2, 0, 1, "group"), {"head_map": (0, 1, 1, 1)}),
         (TopK(2), {"softcap": 2.0}),
-        (TopK(2), {"slopes_H": torch.tensor([0.5, 0.25, 0.1, 0.05])}),
-        (Window(4), {"softcap": 2.0, "slopes_H": torch.tensor([0.5, 0.25, 0.1, 0.05]), "head_map": (1, 0, 1, 0)}),
+        (TopK(2), {"bias": Bias("linear", torch.tensor([0.5, 0.25, 0.1, 0.05]))}),
+        (
+            Window(4),
+            {"softcap": 2.0, "bias": Bias("linear", torch.tensor([0.5, 0.25, 0.1, 0.05])), "head_map": (1, 0, 1, 0)},
+        ),
     ],
     ids=["dense", "window", "topk", "group", "group of a map", "softcap", "slopes", "all"],
 )

@@ -8,9 +8,11 @@ import torch
 
 from tiers.reference.config import Dense, TopK, Window
 from tiers.reference.ops.attention import Pattern, attention
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.paged_attention import Batch, paged_attention
+from tiers.reference.positions import Position
 from tiers.reference.testing.compare import assert_close
-from tiers.reference.testing.inputs import BATCHES, PATTERNS, make_batch
+from tiers.reference.testing.inputs import BATCHES, FEW_ROWS, PATTERNS, POSITIONS, make_batch, position_options
 
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
@@ -29,6 +31,21 @@ def test_matches_attention_per_request(requests: Any, page: int, layout: str, pa
     assert (actual[inputs.batch.host[1][-1] :] == 0).all()
 
 
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
+def test_every_kind_of_positions_matches_a_whole_prompt(position: Position, pattern: Pattern) -> None:
+    # What a token gets does not depend on whether it came alone, in a chunk, or behind pages of another request.
+    options = {"scale": 0.3, "pattern": pattern, **position_options(position, 4, 20, 64)}
+    inputs = make_batch(FEW_ROWS, 16, "NHD").sharing()
+    actual = paged_attention(inputs.query_THD, inputs.cache_BKNC, inputs.batch, **options)
+    for request, (tokens, length) in enumerate(FEW_ROWS):
+        blocks = inputs.batch.block_table_RP[request, : -(-length // 16)].long()
+        both = inputs.cache_BKNC[blocks].transpose(1, 2).flatten(0, 1)[:length]
+        query = torch.cat((torch.randn(length - tokens, 4, 20), inputs.queries[request]))
+        expected = attention(query, both[..., :20], both[..., 20:], **options)[length - tokens :]
+        assert_close(actual[inputs.rows(request)], expected, 2e-6)
+
+
 @pytest.mark.parametrize("share", ["head", "group"])
 def test_every_option_reaches_attention(share: Any) -> None:
     requests = [(1, 40), (7, 30)]
@@ -37,7 +54,8 @@ def test_every_option_reaches_attention(share: Any) -> None:
         "scale": 0.4,
         "pattern": TopK(5, 1, 2, share),
         "head_map": (0, 2, 0, 1, 2, 0),
-        "slopes_H": torch.tensor([0.5, 0.25, 0.1, 0.05, 0.02, 0.01]),
+        "bias": Bias("linear", torch.tensor([0.5, 0.25, 0.1, 0.05, 0.02, 0.01])),
+        "decay_D": -torch.linspace(0.1, 0.01, 20),
         "softcap": 3.0,
     }
     actual = paged_attention(inputs.query_THD, inputs.cache_BKNC, inputs.batch, **options)

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from tiers.compiled.ops.paged_attention import Piece, Setup, paged_attention
 from tiers.compiled.options import compiled
 from tiers.reference.config import Dense, TopK
 from tiers.reference.ops.attention import attention
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.paged_attention import Batch
 from tiers.reference.ops.paged_attention import paged_attention as reference
+from tiers.reference.ops.xpos import xpos_decay
+from tiers.reference.positions import Position, Xpos
 from tiers.reference.testing.compare import assert_close, assert_within_budget
-from tiers.reference.testing.inputs import BATCHES, PATTERNS, PagedInputs, make_batch
+from tiers.reference.testing.inputs import BATCHES, PATTERNS, POSITIONS, PagedInputs, make_batch, position_options
 
 TOPK = {"scale": 0.3, "pattern": PATTERNS["topk"]}
 
@@ -107,9 +111,60 @@ def test_a_session_compiles_twice() -> None:
 def test_slopes_softcap_and_head_maps_match_the_reference(pattern: Any, head_map: list[int] | None) -> None:
     options = {
         "scale": 0.4, "pattern": pattern, "head_map": head_map, "softcap": 3.0,
-        "slopes_H": torch.linspace(0.5, 0.1, 4),
+        "bias": Bias("linear", torch.linspace(0.5, 0.1, 4)),
     }  # fmt: skip
     compare(make_batch(BATCHES["mixed"], 16, "HND"), **options)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
+@pytest.mark.parametrize("head_map", [None, (0, 0, 0, 1)], ids=["contiguous", "unequal"])
+def test_what_is_compiled_knows_every_kind_of_positions(
+    monkeypatch: pytest.MonkeyPatch, head_map: Any, position: Position, pattern: Any
+) -> None:
+    # The functions as they are, since compiling all of these takes minutes; the next test compiles some.
+    monkeypatch.setattr(module, "compiled", lambda function, variant, **fixed: partial(function, **fixed))
+    options = {"scale": 0.3, "pattern": pattern, "head_map": head_map, **position_options(position, 4, 20, 700)}
+    for requests in (BATCHES["decodes"], [(1, 40), (7, 7), (13, 60), (1, 1), (9, 700)]):
+        inputs = make_batch(requests, 16, "HND").sharing()
+        compare(inputs, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("xpos", "topk"),
+        ("xpos", "dense"),
+        ("t5", "topk per group"),
+        ("sandwich", "window"),
+        ("kerple", "topk"),
+        ("alibi sqrt", "dense"),
+    ],
+)
+def test_compiled_matches_the_reference_with_other_positions(name: str, pattern: str) -> None:
+    before = graphs()
+    # Tables of two lengths: one code serves both.
+    for length in (700, 900):
+        options = {"scale": 0.3, "pattern": PATTERNS[pattern], **position_options(POSITIONS[name], 4, 20, length)}
+        for requests in (BATCHES["decodes"], BATCHES["mixed"], [(1, 640), (9, 600)]):
+            compare(make_batch(requests, 16, "HND"), **options)
+    assert graphs() - before == 2
+
+
+def test_xpos_in_16_bits_errs_no_more_than_eager_does() -> None:
+    inputs = make_batch([(1, 40), (20, 300)], 16, "HND", dtype=torch.bfloat16)
+    options = {**TOPK, **position_options(POSITIONS["xpos"], 4, 20, 300)}
+    exact = reference(inputs.query_THD.double(), inputs.cache_BKNC.double(), inputs.batch, **options)
+    assert_within_budget(run(inputs, **options), expect(inputs, **options), exact)
+
+
+def test_xpos_is_exact_behind_128k_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "compiled", lambda function, variant, **fixed: partial(function, **fixed))
+    for dtype in (torch.float16, torch.bfloat16):
+        inputs = make_batch([(3, 2**17)], 128, "HND", 1, 1, 16, dtype)
+        options = {"scale": 1.0, "pattern": Dense(), "decay_D": xpos_decay(Xpos(), 16)}
+        exact = reference(inputs.query_THD[:3].double(), inputs.cache_BKNC.double(), inputs.batch, **options)
+        assert_within_budget(run(inputs, **options)[:3], expect(inputs, **options)[:3], exact)
 
 
 def test_a_head_size_and_groups_that_are_not_powers_of_two_match_the_reference() -> None:
@@ -230,8 +285,8 @@ def test_rejects_wrong_arguments() -> None:
         run(inputs, **TOPK, head_map=(0, 1))
     with pytest.raises(ValueError, match="expected indices from 0 to 1"):
         run(inputs, **TOPK, head_map=(0, 1, 2, 0))
-    with pytest.raises(ValueError, match=r"slopes_H has shape \(3,\); expected \(4,\)"):
-        run(inputs, **TOPK, slopes_H=torch.ones(3))
+    with pytest.raises(ValueError, match=r"bias.factor_H has shape \(3,\); expected \(4,\)"):
+        run(inputs, **TOPK, bias=Bias("linear", torch.ones(3)))
     inputs.batch.lengths_R = torch.tensor([2])
     with pytest.raises(ValueError, match="request 0 has 2 tokens; expected at least 3"):
         paged_attention(inputs.query_THD, inputs.cache_BKNC, _batch([(3, 2)]), **TOPK)

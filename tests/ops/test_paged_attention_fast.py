@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tiers.reference.config import Dense, TopK, Window
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.paged_attention import paged_attention as reference
 from tiers.reference.testing.compare import assert_close, assert_within_budget
 from tiers.reference.testing.inputs import BATCHES, PagedInputs, make_batch
@@ -73,7 +74,7 @@ def test_fast_matches_reference_on_every_shape(shape: str, pattern: Any, layout:
     inputs = make([(1, 40), (3, 7)], shape, layout)
     options = {
         "scale": 0.4, "pattern": pattern, "softcap": 3.0,
-        "slopes_H": torch.linspace(0.5, 0.1, SHAPES[shape][0], device=DEVICE),
+        "bias": Bias("linear", torch.linspace(0.5, 0.1, SHAPES[shape][0], device=DEVICE)),
     }  # fmt: skip
     assert_close(run(inputs, **options), expect(inputs, **options), 1e-5)
 

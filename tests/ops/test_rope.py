@@ -3,13 +3,14 @@
 import cmath
 import math
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tiers.reference.config import Dynamic, Linear, Llama3, Rope, Yarn
+from tiers.reference.config import DeepseekYarn, Dynamic, Linear, Llama3, LongRope, Ntk, NtkAlpha, Rope, Yarn
 from tiers.reference.ops.rope import rope, rope_table
 from tiers.reference.testing.compare import assert_close
 
@@ -18,6 +19,9 @@ HEAD, POSITIONS = 32, 256
 # vLLM and this project do the same float32 operations in another order. An angle of 256 is off by up to 256 * 2 ** -24,
 # so that sines are by about 2e-5.
 TABLE_BUDGET = 3e-5
+
+SHORT = tuple(1.0 + 0.05 * i for i in range(HEAD // 2))
+LONG = tuple(1.5 + 0.5 * i for i in range(HEAD // 2))
 
 SCALINGS: dict[str, Rope] = {
     "default": Rope(),
@@ -35,6 +39,18 @@ SCALINGS: dict[str, Rope] = {
     "yarn of factor 1": Rope(scaling=Yarn(1.0, 256)),
     "dynamic": Rope(scaling=Dynamic(2.0, 64)),
     "dynamic at its original length": Rope(scaling=Dynamic(2.0, 256)),
+    "ntk alpha": Rope(scaling=NtkAlpha(1000.0)),
+    "ntk": Rope(scaling=Ntk(4.0)),
+    "ntk mixed": Rope(partial_rotary_factor=0.5, scaling=Ntk(8.0, 0.625)),
+    "yarn with mscale": Rope(scaling=Yarn(4.0, 64, mscale=0.7, mscale_all_dim=1.3)),
+    "yarn with mscale alone": Rope(scaling=Yarn(4.0, 64, mscale=0.7)),
+    "deepseek yarn": Rope(scaling=DeepseekYarn(4.0, 64)),
+    "deepseek yarn of equal mscales": Rope(scaling=DeepseekYarn(40.0, 64, mscale=0.707, mscale_all_dim=0.707)),
+    "deepseek yarn of other mscales": Rope(theta=5e5, scaling=DeepseekYarn(4.0, 64, 16.0, 2.0, 1.4, 0.6)),
+    "longrope": Rope(scaling=LongRope(SHORT, LONG, 64)),
+    "longrope partial": Rope(partial_rotary_factor=0.5, scaling=LongRope(SHORT[:8], LONG[:8], 100)),
+    "longrope at its original length": Rope(scaling=LongRope(SHORT, LONG, 256)),
+    "longrope with mscales": Rope(scaling=LongRope(SHORT, LONG, 64, 1.1, 1.3)),
 }
 
 
@@ -46,8 +62,9 @@ def rope_parameters(position: Rope) -> dict[str, Any]:
         "partial_rotary_factor": position.partial_rotary_factor,
     }
     if position.scaling is not None:
-        given = {key: value for key, value in vars(position.scaling).items() if value is not None}
-        parameters |= {"rope_type": position.scaling.kind, **given}
+        given = {key: value for key, value in vars(position.scaling).items() if value is not None and key != "use"}
+        kind = "dynamic" if isinstance(position.scaling, NtkAlpha) else position.scaling.kind
+        parameters |= {"rope_type": kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}}
     return parameters
 
 
@@ -65,8 +82,15 @@ def vllm_table(position: Rope, style: str) -> Tensor:
         length = int(POSITIONS / position.scaling.factor)
     if isinstance(position.scaling, Dynamic):
         parameters["max_trained_positions"] = parameters.pop("original_max_position_embeddings")
-    with set_current_vllm_config(VllmConfig()):
-        return get_rope(HEAD, length, style == "half", parameters, torch.float32).cos_sin_cache
+    current = VllmConfig()
+    if isinstance(position.scaling, LongRope):
+        current.model_config = SimpleNamespace(max_model_len=POSITIONS)  # type: ignore[assignment]
+    with set_current_vllm_config(current):
+        layer = get_rope(HEAD, length, style == "half", parameters, torch.float32)
+    if not isinstance(position.scaling, LongRope):
+        return layer.cos_sin_cache[:POSITIONS]
+    both = layer.long_short_cos_sin_cache
+    return both[position.scaling.original_max_position_embeddings :] if layer.use_long_rope else both[:POSITIONS]
 
 
 @needs_vllm
@@ -78,8 +102,12 @@ def test_table_matches_vllm(position: Rope) -> None:
     assert_close(actual, vllm_table(position, "half"), TABLE_BUDGET)
 
 
-# "llama3 of equal factors": transformers divides by their difference.
-@pytest.mark.parametrize("name", [name for name in SCALINGS if name != "llama3 of equal factors"])
+# "llama3 of equal factors": transformers divides by their difference. The others it does not know, but for longrope with
+# factors on cosines and sines of its own.
+UNKNOWN_THERE = ("llama3 of equal factors", "ntk", "deepseek", "longrope with mscales")
+
+
+@pytest.mark.parametrize("name", [name for name in SCALINGS if not name.startswith(UNKNOWN_THERE)])
 def test_table_matches_transformers(name: str) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -102,6 +130,33 @@ def test_table_matches_transformers(name: str) -> None:
     angles = torch.arange(POSITIONS).float()[:, None] * inv_freq
     expected = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
     assert_close(rope_table(position, HEAD, POSITIONS), expected, TABLE_BUDGET)
+
+
+def test_longrope_can_be_told_which_factors_to_use() -> None:
+    for length in (32, POSITIONS):
+        for use, factors in (("short", SHORT), ("long", LONG)):
+            scaling = LongRope(SHORT, LONG, 64, 1.0, 1.0, use=use)  # type: ignore[arg-type]
+            angle = 31 / (torch.tensor(factors) * 10000 ** (torch.arange(0, HEAD, 2) / HEAD))
+            actual = rope_table(Rope(scaling=scaling), HEAD, length)[31]
+            assert_close(actual, torch.cat((angle.cos(), angle.sin())), TABLE_BUDGET)
+
+
+def test_transformers_changes_longrope_with_the_length_of_a_request() -> None:
+    """Where it differs: up to the original length it takes the short factors, even in a model that is longer."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    position = SCALINGS["longrope"]
+    config = LlamaConfig(
+        hidden_size=4 * HEAD, num_attention_heads=4, max_position_embeddings=POSITIONS,
+        rope_parameters=rope_parameters(position),
+    )  # fmt: skip
+    theirs, _ = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=60)
+    plain = 10000 ** -(torch.arange(0, HEAD, 2) / HEAD)
+    assert_close(theirs, plain / torch.tensor(SHORT), 1e-6)
+    ours = rope_table(position, HEAD, POSITIONS)[1]
+    expected = torch.cat(((plain / torch.tensor(LONG)).cos(), (plain / torch.tensor(LONG)).sin()))
+    assert_close(ours, expected * math.sqrt(1 + math.log(4) / math.log(64)), 1e-6)
 
 
 def test_dynamic_stretches_nothing_below_its_original_length() -> None:

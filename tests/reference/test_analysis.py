@@ -32,7 +32,7 @@ from tiers.reference.errors import CheckpointError
 from tiers.reference.family import OURS, find_family, read_family, shipped
 from tiers.reference.load import open_model
 from tiers.reference.testing.foreign import foreign_model
-from tiers.reference.testing.tiny import alibi_config, save_tiny, tiny_config, tiny_model
+from tiers.reference.testing.tiny import alibi_config, positions_config, save_tiny, tiny_config, tiny_model
 from tiers.reference.weight_map import WeightMap
 
 FAMILIES = {family.name: family for family in (OURS, *shipped())}
@@ -231,6 +231,24 @@ UNUSUAL: dict[str, tuple[ModelConfig, str]] = {
     ),
     "alibi": (mixer(position={"kind": "alibi"}), "ALiBi with the published slopes, no rope"),
     "own slopes": (mixer(position={"kind": "alibi", "slopes": [1, 2, 3, 4]}), "ALiBi with its own slopes, no rope"),
+    "roots": (mixer(position={"kind": "alibi", "distance": "sqrt"}), "ALiBi with the published slopes on the square root of the distance"),
+    "xpos": (mixer(position={"kind": "xpos"}), "xpos: rope over neighbouring channels whose products fall with distance, gamma 0.4"),
+    "sandwich positions": (mixer(position={"kind": "sandwich"}), "sandwich positions of 16 channels added to scores, no rope"),
+    "t5": (mixer(position={"kind": "t5"}), "a learned bias per range of distances (T5): 32 buckets up to 128, a table per layer"),
+    "kerple": (mixer(position={"kind": "kerple"}), "kerple: scores fall with the logarithm of the distance, r1 and r2 learned"),
+    "longrope": (
+        mixer(
+            position={
+                "kind": "rope",
+                "scaling": {
+                    "kind": "longrope", "short_factor": [1] * 8, "long_factor": [1, 2, 3, 4, 5, 6, 7, 8],
+                    "original_max_position_embeddings": 64,
+                },
+            }
+        ),
+        "rope is stretched: longrope, short_factor 1 to 1 for 8 pairs, long_factor 1 to 8 for 8 pairs, "
+        "original_max_position_embeddings 64, use \"auto\"; longest context 512",
+    ),
     "no positions": (mixer(position={"kind": "none"}), "no positions at all"),
     "window": (mixer(pattern={"kind": "window", "window": 8}), "a window: each token sees the last 8 tokens"),
     "topk": (mixer(pattern={"kind": "topk", "k": 8}), "top-k: each query head keeps 8 keys, and 0 first and 0 last ones"),
@@ -264,12 +282,12 @@ def test_a_plain_model_is_not_unusual() -> None:
 # ---- sizes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("raw", [tiny_config(), alibi_config()], ids=["tiny", "alibi"])
+@pytest.mark.parametrize("raw", [tiny_config(), alibi_config(), positions_config()], ids=["tiny", "alibi", "positions"])
 def test_parameters_are_those_of_the_model(raw: dict[str, Any]) -> None:
     found = sizes(ModelConfig.from_dict(raw))
     model = tiny_model(raw)
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert found.head == (0 if raw.get("tie_word_embeddings") else 320 * 64)
+    assert found.head == (0 if raw.get("tie_word_embeddings") else 320 * raw["hidden_size"])
     for size in found.layers:
         layer = model.layers[int(size.layers.partition("-")[0])]
         assert size.parameters == sum(parameter.numel() for parameter in layer.parameters())

@@ -208,7 +208,7 @@ def test_an_unknown_key_like_no_other_lists_the_known_ones() -> None:
         ("ffn.intermediate_size", "an integer"),
         ("layers.2.gate.mode", '"linear" or "sigmoid" or "mix"'),
         ("layers.2.gate.source", '"token" or "bank"'),
-        ("mixer.position.kind", "one of rope, alibi, none"),
+        ("mixer.position.kind", "one of rope, xpos, alibi, sandwich, t5, kerple, none"),
         ("mixer.pattern.kind", "one of dense, window, topk"),
         ("ffn.kind", "one of swiglu, geglu, gelu"),
     ],
@@ -257,11 +257,11 @@ def test_a_bank_needs_slots(slots: Any) -> None:
         ("mixer.pattern.kind", "topK", '"topK"', "did you mean 'topk'?"),
         ("mixer.pattern.kind", ["topk"], '["topk"]', "one of dense, window, topk"),
         ("mixer.pattern.share", "heads", '"heads"', '"head" or "group"; did you mean \'head\'?'),
-        ("mixer.position", None, "missing", "an object with kind rope, alibi, none"),
-        ("mixer.position.kind", "xpos", '"xpos"', "one of rope, alibi, none"),
+        ("mixer.position", None, "missing", "an object with kind rope, xpos, alibi, sandwich, t5, kerple, none"),
+        ("mixer.position.kind", "cope", '"cope"', "one of rope, xpos, alibi, sandwich, t5, kerple, none"),
         ("mixer.position.style", "neox", '"neox"', '"half" or "interleaved"'),
-        ("mixer.position.scaling", 2.0, "2.0", "an object with kind linear, dynamic, yarn, llama3"),
-        ("mixer.position.scaling", {"kind": "ntk", "factor": 2}, '"ntk"', "one of linear, dynamic, yarn, llama3"),
+        ("mixer.position.scaling", 2.0, "2.0", "an object with kind linear, dynamic, ntk_alpha, ntk, yarn, deepseek_yarn, llama3, longrope"),
+        ("mixer.position.scaling", {"kind": "mrope", "factor": 2}, '"mrope"', "one of linear, dynamic, ntk_alpha, ntk, yarn"),
         ("mixer.kind", "mamba", '"mamba"', "one of attention"),
         ("ffn", [], "[]", "an object with kind swiglu, geglu, gelu"),
         ("ffn.bias", 0, "0", "true or false"),
@@ -360,6 +360,66 @@ def test_a_long_value_is_cut_in_the_message() -> None:
             ["mixer.position.scaling.original_max_position_embeddings is missing", "an integer"],
         ),
         ("mixer.position", {"kind": "alibi", "slopes": [0.5, 0.25]}, ["slopes has 2 entries", "num_heads = 4"]),
+        ("mixer.position", {"kind": "alibi", "distance": "log"}, ['distance is "log"', '"linear" or "sqrt"']),
+        (
+            "mixer.position",
+            {"kind": "alibi", "slope": [1]},
+            ["position of kind alibi: unknown key 'slope'; did you mean 'slopes'"],
+        ),
+        ("mixer.position", {"kind": "xpos", "scale_base": 4}, ["scale_base 4", "falls by 2 ** 116", "at most 2 ** 60"]),
+        ("mixer.position", {"kind": "xpos", "gamma": 0}, ["gamma is 0", "above 0"]),
+        ("mixer.position", {"kind": "xpos", "scaling": None}, ["position of kind xpos: unknown key 'scaling'"]),
+        ("mixer.position", {"kind": "sandwich", "dim": 7}, ["dim is 7", "an even number"]),
+        ("mixer.position", {"kind": "sandwich", "dim": 2**17}, ["dim is 131072", "at most 65536"]),
+        ("mixer.position", {"kind": "t5", "num_buckets": 1}, ["num_buckets is 1", "at least 2"]),
+        ("mixer.position", {"kind": "t5", "max_distance": 16}, ["max_distance is 16 and num_buckets 32", "above 16"]),
+        ("mixer.position", {"kind": "t5", "max_distance": 2**25}, ["max_distance is 33554432", "at most 16777216"]),
+        ("mixer.position", {"kind": "kerple", "r1": [1, 1, 1, 1]}, ["r2 is missing and r1 is there", "expected both"]),
+        ("mixer.position", {"kind": "kerple", "r1": [1, 1], "r2": [1, 1]}, ["r1 has 2 entries", "num_heads = 4"]),
+        ("mixer.position", {"kind": "kerple", "r1": [1, 1, 1, 1], "r2": [1, 1, 1, 0]}, ["r2[3] is 0", "above 0"]),
+        (
+            "mixer.position",
+            rope(scaling={"kind": "yarn", "factor": 2, "original_max_position_embeddings": 128}),
+            ["max_position_embeddings is 512", "stretches 128 positions by 2, to 256", "Was the factor applied twice"],
+        ),
+        (
+            "mixer.position",
+            rope(
+                scaling={
+                    "kind": "longrope",
+                    "short_factor": [1],
+                    "long_factor": [1],
+                    "original_max_position_embeddings": 9,
+                }
+            ),
+            ["scaling.short_factor has 1 entries", "expected 8, one per pair of the 16 rotary channels"],
+        ),
+        (
+            "mixer.position",
+            rope(
+                scaling={
+                    "kind": "longrope",
+                    "short_factor": [0],
+                    "long_factor": [1],
+                    "original_max_position_embeddings": 9,
+                }
+            ),
+            ["short_factor[0] is 0", "above 0"],
+        ),
+        (
+            "mixer.position",
+            rope(
+                scaling={
+                    "kind": "longrope",
+                    "short_factor": [1],
+                    "long_factor": [1],
+                    "original_max_position_embeddings": 1,
+                }
+            ),
+            ["original_max_position_embeddings is 1", "at least 2"],
+        ),
+        ("mixer.position", rope(scaling={"kind": "ntk", "factor": 2, "mixed_b": 11}), ["mixed_b is 11", "at most 10"]),
+        ("mixer.position", rope(scaling={"kind": "ntk_alpha", "alpha": 0}), ["alpha is 0", "above 0"]),
         ("mixer.position", {"kind": "none", "theta": 1e4}, ["position of kind none", "unknown key 'theta'"]),
         ("norm", {"kind": "rms", "bias": True}, ["norm: bias is true", "kind rms has no bias"]),
         ("norm", {"eps": 0}, ["norm: eps is 0", "above 0"]),
@@ -379,6 +439,21 @@ def test_refuses_wrong_values(path: str, value: Any, parts: list[str]) -> None:
     if path.startswith("mixer.p"):
         raw["layers"] = {}  # the overrides of the tiny config depend on the base pattern
     assert_refused(raw, *parts)
+
+
+@pytest.mark.parametrize("kind", ["xpos", "sandwich"])
+def test_odd_heads_have_no_pairs(kind: str) -> None:
+    raw = tiny_config(mixer={**tiny_config()["mixer"], "head_dim": 15, "position": {"kind": kind}}, layers={})
+    assert_refused(raw, f"position is {kind}", "15", "an even")
+
+
+def test_refuses_two_tables_to_share() -> None:
+    shared = {"kind": "t5", "shared": True}
+    mixer = {**tiny_config()["mixer"], "position": shared}
+    raw = tiny_config(mixer=mixer, layers={"1": {"mixer": {"position": {**shared, "max_distance": 64}}}})
+    assert_refused(raw, "layers share a table", "4 heads and 32 buckets up to 64", "shared false")
+    alone = tiny_config(mixer=mixer, layers={"1": {"mixer": {"position": {"max_distance": 64, "shared": False}}}})
+    assert ModelConfig.from_dict(alone).t5_table == (32, 4)
 
 
 def test_rms_norm_may_say_that_it_has_no_bias() -> None:

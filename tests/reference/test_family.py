@@ -11,6 +11,7 @@ from tiers.reference.errors import CheckpointError, ConfigError, FamilyError
 from tiers.reference.expression import evaluate, names, parse
 from tiers.reference.family import VARIABLE, Family, _own_families, find_family, own_families, read_family, shipped
 from tiers.reference.load import describe, open_model
+from tiers.reference.positions import DeepseekYarn, LongRope, Ntk, NtkAlpha, Yarn
 from tiers.reference.testing.tiny import save_tiny, tiny_config
 
 LLAMA = {
@@ -292,7 +293,12 @@ def test_old_and_new_spellings_give_the_same() -> None:
     [
         ({"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2}}, "type is \"yarn\" and .*rope_type is \"linear\""),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "rope_theta is 10000.0 at the top and 1000000.0"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope_type is \"longrope\"; supported are default, linear"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2}}, "rope_type is \"mrope\"; supported are default, linear"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope_scaling.short_factor is missing; longrope scaling needs it"),
+        (
+            {"original_max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 64}},
+            "original_max_position_embeddings is 32 at the top and 64 in rope_scaling",
+        ),
         ({"rope_scaling": {"factor": 2}}, "has a factor but no rope_type"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing; linear scaling needs it"),
         ({"rope_scaling": 5}, "rope_scaling is 5; expected an object"),
@@ -305,6 +311,76 @@ def test_old_and_new_spellings_give_the_same() -> None:
 def test_rope_settings_that_contradict_are_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         position(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_type": "ntk", "factor": 4.0}, Ntk(4.0)),
+        ({"type": "ntk", "factor": 4.0, "mixed_b": 0.5}, Ntk(4.0, 0.5)),
+        ({"type": "dynamic", "alpha": 1000.0, "factor": 1.0}, NtkAlpha(1000.0)),
+        (
+            {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.2,
+            },
+            Yarn(4.0, 32, mscale=0.7, mscale_all_dim=1.2),
+        ),
+        (
+            {"type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7},
+            DeepseekYarn(4.0, 32, mscale=0.7),
+        ),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_every_scaling_of_vllm_is_read(changes: dict[str, Any], expected: Any) -> None:
+    found = position(rope_theta=1e4, rope_scaling=changes)
+    assert found.model().layers[0].mixer.position.scaling == expected
+    assert not found.unused
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_is_read_in_both_spellings(kind: str) -> None:
+    size = position().model().layers[0].mixer.head_dim // 2
+    lists = {"short_factor": [1.0] * size, "long_factor": [2.0] * size}
+    inner = position(
+        rope_theta=1e4, rope_scaling={"type": kind, **lists, "original_max_position_embeddings": 32, "factor": 4.0}
+    )
+    top = position(rope_theta=1e4, original_max_position_embeddings=32, rope_scaling={"type": kind, **lists})
+    expected = LongRope((1.0,) * size, (2.0,) * size, 32)
+    assert inner.model().layers[0].mixer.position.scaling == expected
+    assert top.model().layers[0].mixer.position.scaling == expected
+    assert not inner.unused
+    assert not top.unused
+    # The context is not stretched: it is written.
+    assert top.model().max_position_embeddings == LLAMA["max_position_embeddings"]
+
+
+def test_a_factor_of_longrope_that_vllm_does_not_use_is_noted() -> None:
+    size = position().model().layers[0].mixer.head_dim // 2
+    lists = {"short_factor": [1.0] * size, "long_factor": [2.0] * size, "original_max_position_embeddings": 32}
+    found = position(rope_theta=1e4, rope_scaling={"type": "longrope", **lists, "factor": 32.0})
+    assert any("factor is 32.0, but" in note and "as in vLLM" in note for note in found.notes)
+    told = position(rope_theta=1e4, rope_scaling={"type": "longrope", **lists, "attention_factor": 1.19})
+    scaling = told.model().layers[0].mixer.position.scaling
+    assert (scaling.short_mscale, scaling.long_mscale) == (1.19, 1.19)
+
+
+def test_llama_3_1_is_longer_than_its_factor_says() -> None:
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    found = position(rope_theta=5e5, max_position_embeddings=131072, rope_scaling=scaling)
+    assert found.model().max_position_embeddings == 131072
+
+
+def test_an_alpha_beside_a_factor_is_noted() -> None:
+    found = position(rope_theta=1e4, rope_scaling={"type": "dynamic", "alpha": 8.0, "factor": 2.0})
+    assert any("alpha is used and factor 2.0 is not" in note for note in found.notes)
 
 
 def test_an_unknown_rope_key_is_listed() -> None:

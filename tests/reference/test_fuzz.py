@@ -817,7 +817,28 @@ def test_any_number_that_is_accepted_keeps_logits_finite(number: float, copy_of:
             "kind": "llama3", "factor": 2.0, "low_freq_factor": number, "high_freq_factor": number,
             "original_max_position_embeddings": 16,
         },
+        {"kind": "ntk", "factor": number},
+        {"kind": "ntk", "factor": number, "mixed_b": 0.6},
+        {"kind": "ntk", "factor": 4.0, "mixed_b": number},
+        {"kind": "ntk_alpha", "alpha": number},
+        {"kind": "yarn", "factor": 40.0, "original_max_position_embeddings": 64, "mscale": number, "mscale_all_dim": 1.0},
+        {"kind": "deepseek_yarn", "factor": 40.0, "original_max_position_embeddings": 64, "mscale_all_dim": number},
+        {
+            "kind": "longrope", "short_factor": [1.0] * 8, "long_factor": [number] * 8, "original_max_position_embeddings": 16,
+        },
+        {
+            "kind": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "original_max_position_embeddings": 16,
+            "long_mscale": number,
+        },
     ]  # fmt: skip
+    others = [
+        {"kind": "alibi", "slopes": [number] * 4, "distance": "sqrt"},
+        {"kind": "kerple", "r1": [number] * 4, "r2": [1.0] * 4},
+        {"kind": "kerple", "r1": [1.0] * 4, "r2": [number] * 4},
+        {"kind": "xpos", "gamma": number},
+        {"kind": "xpos", "scale_base": number},
+        {"kind": "xpos", "theta": number},
+    ]
     names = ("embedding_multiplier", "residual_multiplier", "logits_multiplier", "logits_softcap")
     changes = [{name: sign * number} for name in names for sign in (1, -1)]
     changes += [{"norm": {"kind": "rms", "eps": number}}]
@@ -825,7 +846,7 @@ def test_any_number_that_is_accepted_keeps_logits_finite(number: float, copy_of:
     changes += [{"mixer": {**mixer, "position": {"kind": "alibi", "slopes": [number] * 4}}}]
     changes += [
         {"mixer": {**mixer, "position": position}}
-        for position in (rope, *({**rope, "theta": 1e4, "scaling": s} for s in scalings))
+        for position in (rope, *({**rope, "theta": 1e4, "scaling": s} for s in scalings), *others)
     ]
     for change in changes:
         (folder / "config.json").write_text(json.dumps({**config, **change}))

@@ -10,6 +10,7 @@ from tiers.reference.config import Dense, TopK, Window
 from tiers.reference.errors import ConfigError
 from tiers.reference.heads import HeadLayout, head_map
 from tiers.reference.ops.attention import attention
+from tiers.reference.ops.bias import Bias
 from tiers.reference.testing.compare import assert_close
 
 
@@ -133,11 +134,11 @@ def test_regrouped_attention_matches_head_map(case: Case, pattern: Any) -> None:
     x = torch.randn(tokens, width)
     q_weight, q_bias = torch.randn(case.num_heads * size, width) / 4, torch.randn(case.num_heads * size)
     o_weight = torch.randn(width, case.num_heads * size) / 4
-    slopes = torch.rand(case.num_heads)
+    bias = Bias("linear", torch.rand(case.num_heads))
     key, value = torch.randn(2, tokens, case.num_kv_heads, size)
 
     query = torch.nn.functional.linear(x, q_weight, q_bias).unflatten(1, (-1, size))
-    out = attention(query, key, value, scale=0.3, pattern=pattern, head_map=case.spelled, slopes_H=slopes)
+    out = attention(query, key, value, scale=0.3, pattern=pattern, head_map=case.spelled, bias=bias)
     expected = out.flatten(1) @ o_weight.T
 
     layout = case.layout
@@ -146,7 +147,7 @@ def test_regrouped_attention_matches_head_map(case: Case, pattern: Any) -> None:
     )
     slots_out = attention(
         arranged.unflatten(1, (-1, size)), key, value,
-        scale=0.3, pattern=pattern, slopes_H=layout.arrange(slopes, 1, 0, copy=True),
+        scale=0.3, pattern=pattern, bias=bias.arranged(layout),
     )  # fmt: skip
     # Empty slots are multiplied by columns of zeros.
     actual = slots_out.flatten(1) @ layout.arrange(o_weight, size, 1, copy=False).T

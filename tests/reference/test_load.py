@@ -13,7 +13,15 @@ from tiers.reference.checkpoint import INDEX_NAME, open_checkpoint
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import CheckpointError, ConfigError
 from tiers.reference.load import CheckedTensors, check_headers, load_model, open_model, weights
-from tiers.reference.testing.tiny import alibi_config, random_ids, save_model, save_tiny, tiny_config, tiny_model
+from tiers.reference.testing.tiny import (
+    alibi_config,
+    positions_config,
+    random_ids,
+    save_model,
+    save_tiny,
+    tiny_config,
+    tiny_model,
+)
 
 TABLES = ("embed_tokens.weight", "lm_head.weight", "layers.2.gate.table.weight")
 
@@ -308,3 +316,11 @@ def test_headers_are_checked_against_another_config(tmp_path: Path) -> None:
         CheckpointError, match=r"no tensor embed_norm\.bias, .*the folder has .*, which the model has no place for"
     ):
         check_headers(ModelConfig.from_dict(alibi_config()), checkpoint.infos, checkpoint.folder)
+
+
+def test_rates_below_zero_are_refused(tmp_path: Path) -> None:
+    state = tiny_state(positions_config())
+    state["layers.3.mixer.kerple_r2"][5] = -0.25
+    folder = save_model(tmp_path, positions_config(), state)
+    with pytest.raises(CheckpointError, match=r"layers\.3\.mixer\.kerple_r2\[5\] is -0\.25; expected 0 or more"):
+        load_model(folder)

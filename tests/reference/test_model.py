@@ -10,9 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tiers.reference.config import ModelConfig
-from tiers.reference.model import Cache, ReferenceModel, parameter_shapes, slopes
+from tiers.reference.model import Cache, ReferenceModel, parameter_shapes
 from tiers.reference.testing.compare import LOGPROB_BUDGET, assert_close
-from tiers.reference.testing.tiny import alibi_config, random_ids, tiny_config, tiny_model
+from tiers.reference.testing.tiny import (
+    alibi_config,
+    moe_config,
+    positions_config,
+    random_ids,
+    tiny_config,
+    tiny_model,
+    uneven_config,
+)
 
 # Whole models are compared in float64. In float32 the rounding of another order of sums is enough to move a key across
 # the threshold of a top-k now and then, and the logits with it by as much as 0.3: that is a property of the rule.
@@ -21,6 +29,10 @@ EXACT = 1e-9
 CONFIGS: dict[str, dict[str, Any]] = {
     "tiny": tiny_config(),
     "alibi": alibi_config(),
+    "positions": positions_config(),
+    "moe": moe_config(),
+    "uneven": uneven_config(),
+    "uneven, parallel, sandwich": uneven_config(residual="parallel", norm_position="sandwich"),
     "parallel": tiny_config(residual="parallel", norm={"kind": "layer", "bias": False}),
 }
 
@@ -108,7 +120,9 @@ def test_without_a_cache_every_call_starts_anew() -> None:
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [tiny_config(), alibi_config()], ids=["tiny", "alibi"])
+@pytest.mark.parametrize(
+    "config", [tiny_config(), alibi_config(), positions_config()], ids=["tiny", "alibi", "positions"]
+)
 def test_gradients_reach_every_parameter(config: dict[str, Any]) -> None:
     model = tiny_model(config).requires_grad_(True)
     ids = ids_of(60)
@@ -123,6 +137,18 @@ def test_gradients_reach_every_parameter(config: dict[str, Any]) -> None:
             assert largest < 1e-6, name
         else:
             assert largest > 1e-6, name
+
+
+def test_gradients_reach_experts_and_router_but_not_the_correction() -> None:
+    model = tiny_model(moe_config()).requires_grad_(True)
+    ids = ids_of(100)
+    torch.nn.functional.cross_entropy(model(ids[:-1]), ids[1:]).backward()
+    for name, parameter in model.named_parameters():
+        if name.endswith("correction_bias"):  # it takes part in the choice alone, which has no gradient
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().max() > 1e-7, name
 
 
 @pytest.mark.parametrize("config", [tiny_config(), alibi_config()], ids=["tiny", "alibi"])
@@ -270,6 +296,28 @@ def test_a_parallel_residual_feeds_both_units_the_same_input() -> None:
     assert (sequential(ids) - model(ids)).abs().max() > 0.1
 
 
+def test_a_layer_without_attention_and_ffn_passes_everything_on() -> None:
+    """Its parameters are none, and taking it out changes nothing."""
+    config = uneven_config(layers={"2": {"mixer": None, "ffn": None}})
+    model = exact_model(config)
+    assert not list(model.layers[2].parameters())
+    expected = model(ids_of(20))
+    del model.layers[2]
+    assert_close(model(ids_of(20)), expected, EXACT)
+
+
+def test_layers_without_one_of_them_compute_the_other_alone() -> None:
+    config = uneven_config(num_hidden_layers=2, layers={"0": {"ffn": None}, "1": {"mixer": None}})
+    model = exact_model(config)
+    ids = ids_of(20)
+    names = {name.split(".")[2] for name, _ in model.named_parameters() if name.startswith("layers.1.")}
+    assert names == {"ffn_norm", "ffn"}
+    h = model.embed_tokens(ids)
+    h = h + model.layers[0].mixer(model.layers[0].mixer_norm(h), torch.arange(20), Cache())
+    h = h + model.layers[1].ffn(model.layers[1].ffn_norm(h))
+    assert_close(model(ids), model.lm_head(model.norm(h)), EXACT)
+
+
 def test_the_gate_comes_after_the_residual_of_the_ffn() -> None:
     # mix with g = 0 replaces the hidden state by the knowledge vector, whatever came before.
     config = tiny_config(layers={"3": {"gate": {"mode": "mix", "source": "token"}}})
@@ -312,11 +360,47 @@ def test_every_attention_option_changes_the_result(change: dict[str, Any]) -> No
 
 def test_slopes_given_are_used() -> None:
     mixer = {**alibi_config()["mixer"], "position": {"kind": "alibi", "slopes": [0.5, 0.4, 0.3, 0.2, 0.1, 0.05]}}
-    config = ModelConfig.from_dict(alibi_config(mixer=mixer))
-    found = slopes(config.layers[0].mixer)
+    found = tiny_model(alibi_config(mixer=mixer)).layers[0].mixer.bias()
     assert found is not None
-    assert found.tolist() == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.05])
-    assert slopes(ModelConfig.from_dict(tiny_config()).layers[0].mixer) is None
+    assert found.kind == "linear"
+    assert found.factor_H.tolist() == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.05])
+    assert tiny_model(tiny_config()).layers[0].mixer.bias() is None
+
+
+def test_learned_positions_are_parameters_of_a_checkpoint() -> None:
+    shapes = parameter_shapes(ModelConfig.from_dict(positions_config(layers={**positions_config()["layers"], "7": {}})))
+    found = {name: tuple(shape) for name, shape in shapes.items() if "t5" in name or "kerple" in name}
+    assert found == {
+        "t5_bias": (8, 8),
+        "layers.3.mixer.kerple_r1": (8,),
+        "layers.3.mixer.kerple_r2": (8,),
+        "layers.7.mixer.t5_bias": (6, 8),
+    }
+
+
+def test_layers_that_share_a_table_read_the_same() -> None:
+    model = tiny_model(positions_config())
+    first, second = (model.layers[i].mixer.bias() for i in (2, 6))
+    assert torch.equal(first.table_RL, second.table_RL)
+    copied = copy.deepcopy(model)
+    copied.t5_bias.data += 1
+    assert torch.equal(copied.layers[6].mixer.bias().table_RL, first.table_RL + 1)
+    assert torch.equal(model.layers[6].mixer.bias().table_RL, first.table_RL)
+
+
+@pytest.mark.parametrize("layer", range(9))
+def test_positions_of_every_layer_change_the_output(layer: int) -> None:
+    config = positions_config()
+    model = exact_model(config)
+    ids = ids_of(40)
+    expected = model(ids)
+    changed = {**config["layers"], str(layer): {"mixer": {**config["layers"][str(layer)]["mixer"]}}}
+    other = "none" if layer != 7 else "alibi"
+    changed[str(layer)]["mixer"]["position"] = {"kind": other}
+    different = ReferenceModel(ModelConfig.from_dict({**config, "layers": changed})).double().requires_grad_(False)
+    own = different.state_dict().keys()
+    different.load_state_dict({name: value for name, value in model.state_dict().items() if name in own})
+    assert (different(ids) - expected).abs().max() > 1e-2
 
 
 def test_a_model_made_on_meta_still_knows_its_tables() -> None:

@@ -555,8 +555,8 @@ def test_F5_a_missing_key_is_named(llama: Llama) -> None:
     assert "rope_parameters.factor is missing; yarn scaling needs it" in refusal(
         llama.save(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4})
     )
-    assert 'rope_type is "longrope"; supported are' in refusal(
-        llama.save(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
+    assert 'rope_type is "mrope"; supported are' in refusal(
+        llama.save(rope_parameters={"rope_type": "mrope", "rope_theta": 1e4})
     )
 
 

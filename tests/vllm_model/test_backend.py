@@ -10,6 +10,7 @@ from torch import Tensor
 from tiers.reference.config import Dense, TopK, Window
 from tiers.reference.errors import ServingError
 from tiers.reference.ops.attention import attention
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.paged_attention import paged_attention
 from tiers.vllm_model import backend, compat, dispatch
 from tiers.vllm_model.backend import TiersAttentionImpl, TiersMetadata
@@ -110,6 +111,27 @@ def test_a_cache_of_lower_precision_is_written_rounded() -> None:
     key = torch.randn(1, KV_HEADS, SIZE)
     make_impl(pattern=Dense()).do_kv_cache_update(torch.nn.Module(), key, key, cache, torch.tensor([PAGE + 3]))
     assert torch.equal(cache[1, :, 3, :SIZE], key[0].bfloat16())
+
+
+def test_a_learned_bias_is_read_again_into_the_same_memory() -> None:
+    """Graphs refer to its tensors, and weights can be loaded into a running engine."""
+    learned = torch.rand(HEADS)
+    impl = make_impl(pattern=Dense(), bias=lambda: Bias("log", learned * 2, learned + 1))
+    assert impl.bias is None  # there are no weights yet
+    impl.process_weights_after_loading(torch.float32)
+    first, packed = impl.bias, impl.bias.packed
+    learned += 1
+    impl.process_weights_after_loading(torch.float32)
+    assert impl.bias is first
+    assert torch.equal(impl.bias.rate_H, learned + 1)
+    assert impl.bias.packed is packed
+    assert torch.equal(packed[:HEADS], learned * 2)
+    assert impl.options()["bias"] is first
+
+
+def test_slopes_come_as_a_bias() -> None:
+    with pytest.raises(ServingError, match="expected them as a bias"):
+        make_impl(alibi_slopes=[0.5] * HEADS)
 
 
 @pytest.mark.parametrize(

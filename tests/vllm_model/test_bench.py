@@ -18,7 +18,7 @@ from tiers.reference.config import Attention, Dense, ModelConfig, NoPosition, To
 from tiers.reference.errors import ServingError
 from tiers.reference.load import load_model
 from tiers.reference.ops.paged_attention import paged_attention
-from tiers.reference.testing.tiny import random_ids, save_tiny, tiny_config
+from tiers.reference.testing.tiny import positions_config, random_ids, save_tiny, tiny_config
 from tiers.vllm_model import bench, bench_cases, bench_engine, bench_html, bench_kernels, bench_llama, cli, dispatch
 from tiers.vllm_model.bench_cases import AttentionCase, Limits, Machine
 from tiers.vllm_model.bench_report import EngineResult, KernelResult, Report, Spread
@@ -175,6 +175,19 @@ def test_a_model_gives_its_own_kinds_of_attention_and_gates() -> None:
     assert {mixer.head_map for mixer in mixers} == {"contiguous"}  # as they run inside vLLM
 
 
+def test_positions_of_a_model_are_timed_as_part_of_attention() -> None:
+    mixers = bench_cases.model_mixers(ModelConfig.from_dict(positions_config()))
+    kinds = [mixer.position.kind for mixer in mixers]
+    assert kinds == ["xpos", "sandwich", "t5", "kerple", "alibi", "none", "t5", "none", "xpos"]
+    # Two ways to compute the same, on what the case draws for what is learned.
+    for mixer in mixers:
+        case = AttentionCase(mixer, 2, 50, 3)
+        inputs = case.inputs(MACHINE)
+        exact = case.exact(inputs, MACHINE)
+        actual = case.call(Tier.REFERENCE, inputs, MACHINE)()[exact.rows]
+        assert ((actual - exact.best).abs() < 1e-5)[exact.compared].all()
+
+
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 
@@ -287,12 +300,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
 # ---- a Llama of the same shape --------------------------------------------------------------------------------------
 
 
-def test_the_same_weights_in_a_llama_compute_the_same(tmp_path: Path) -> None:
+EXPERTS = {"kind": "moe", "num_experts": 4, "top_k": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize("changes", [{}, {"ffn": EXPERTS}], ids=["Llama", "Mixtral"])
+def test_the_same_weights_in_a_llama_compute_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(layers={}, mixer={**tiny_config()["mixer"], "pattern": {"kind": "dense"}})
+    config = tiny_config(layers={}, mixer={**tiny_config()["mixer"], "pattern": {"kind": "dense"}}, **changes)
     folder, parsed = save_tiny(tmp_path / "m", config), ModelConfig.from_dict(config)
     described = bench_llama.as_llama(parsed)
+    assert described.name == ("Mixtral" if changes else "Llama")
     assert (described.weights_differ, described.function_differs) == ("", "")
     bench_llama.write(tmp_path / "llama", parsed, folder)
     llama = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
@@ -313,6 +331,7 @@ def test_the_same_weights_in_a_llama_compute_the_same(tmp_path: Path) -> None:
         ),
         ({"norm": {"kind": "layer"}}, "its norms are not those of a Llama", "layer 1 has pattern"),
         ({"residual": "parallel"}, "", "its residuals, multipliers or cap on logits"),
+        ({"ffn": {**EXPERTS, "score": "sigmoid"}}, "layer 0 has other experts than a Mixtral", "layer 1 has pattern"),
     ],
 )
 def test_what_a_llama_cannot_express_is_said(changes: dict[str, Any], weights: str, function: str) -> None:

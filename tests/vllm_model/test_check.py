@@ -12,7 +12,15 @@ import torch
 
 from tiers.reference.config import ModelConfig, Rope
 from tiers.reference.testing.foreign import save_foreign
-from tiers.reference.testing.tiny import alibi_config, random_ids, save_model, save_tiny, tiny_config, tiny_model
+from tiers.reference.testing.tiny import (
+    alibi_config,
+    positions_config,
+    random_ids,
+    save_model,
+    save_tiny,
+    tiny_config,
+    tiny_model,
+)
 from tiers.vllm_model import backend, check, check_bisect, dispatch
 from tiers.vllm_model.check_engine import PAGE, CheckedEngine
 from tiers.vllm_model.check_rows import Row, Verdict, judge, overall
@@ -23,6 +31,7 @@ pytestmark = pytest.mark.engine
 
 TINY = tiny_config(mixer={**tiny_config()["mixer"], "head_dim": 32})
 ALIBI = alibi_config(mixer={**alibi_config()["mixer"], "head_dim": 32})
+MODELS = {"tiny": TINY, "alibi": ALIBI, "positions": positions_config()}
 
 
 class Bench:
@@ -52,13 +61,13 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(start_engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bench]:
-    """A bench on one of two models; the engine of the other ends."""
+    """A bench on one of the models; the engine of another ends."""
     running: dict[str, Bench] = {}
 
     def start(name: str) -> Bench:
         if name not in running:
             running.clear()
-            folder = save_tiny(tmp_path_factory.mktemp("check") / name, {"tiny": TINY, "alibi": ALIBI}[name])
+            folder = save_tiny(tmp_path_factory.mktemp("check") / name, MODELS[name])
             options = {"max_model_len": 256, "max_num_batched_tokens": check.STEP, "block_size": PAGE}
             running[name] = Bench(folder, start_engine(folder, config_format="tiers", **options))
         return running[name]
@@ -250,9 +259,9 @@ def test_a_correct_model_with_alibi_passes(bench: Callable[[str], Bench]) -> Non
 def test_one_alibi_slope(bench: Callable[[str], Bench]) -> None:
     found = bench("alibi")
     impl = found.model.layers[1].mixer.attn.impl
-    wrong = impl.slopes_H.clone()
+    wrong = impl.bias.factor_H.clone()
     wrong[2] *= 1.1
-    with changed(impl, "slopes_H", wrong):
+    with changed(impl, "bias", replace(impl.bias, factor_H=wrong)):
         assert_first(found.check(), 1, "attention")
 
 
@@ -267,6 +276,19 @@ def test_a_logits_multiplier_that_is_missing(bench: Callable[[str], Bench]) -> N
     verdicts = {row.what: row.verdict for row in report.rows if row.level == "model"}
     assert verdicts == {"logprobs": Verdict.FAIL, "greedy": Verdict.PASS}
     assert all(row.verdict is Verdict.PASS for row in report.rows if row.level == "layer")
+
+
+def test_a_correct_model_with_every_kind_of_positions_passes(bench: Callable[[str], Bench]) -> None:
+    assert_correct(bench("positions").check())
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3], ids=["xpos", "t5", "kerple"])
+def test_positions_that_are_wrong(bench: Callable[[str], Bench], layer: int) -> None:
+    found = bench("positions")
+    impl = found.model.layers[layer].mixer.attn.impl
+    wrong = impl.decay_D * 1.2 if layer == 0 else replace(impl.bias, factor_H=impl.bias.factor_H * 1.2)
+    with changed(impl, "decay_D" if layer == 0 else "bias", wrong):
+        assert_first(found.check(), layer, "attention")
 
 
 # ---- the rule ---------------------------------------------------------------------------------------------------------

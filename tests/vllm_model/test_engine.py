@@ -17,7 +17,15 @@ import torch
 from tiers.reference.load import load_model
 from tiers.reference.model import ReferenceModel
 from tiers.reference.testing.compare import LOGPROB_BUDGET
-from tiers.reference.testing.tiny import alibi_config, random_ids, save_model, save_tiny, tiny_config, tiny_model
+from tiers.reference.testing.tiny import (
+    alibi_config,
+    positions_config,
+    random_ids,
+    save_model,
+    save_tiny,
+    tiny_config,
+    tiny_model,
+)
 from tiers.vllm_model import dispatch, serving
 from tiers.vllm_model.testing import NEW_TOKENS, run, worst_error
 
@@ -27,6 +35,7 @@ pytestmark = pytest.mark.engine
 CONFIGS = {
     "rope-topk-gates": tiny_config(mixer={**tiny_config()["mixer"], "head_dim": 32}),
     "alibi-unequal-groups": alibi_config(mixer={**alibi_config()["mixer"], "head_dim": 32}),
+    "every-kind-of-positions": positions_config(mixer={**positions_config()["mixer"], "head_dim": 32}),
 }
 PLANS = ["reference", "fast", "reference,*.attention=fast"] if torch.cuda.is_available() else ["reference"]
 
@@ -100,7 +109,7 @@ def test_prefix_cache_hit_matches_reference(served: tuple[Any, ReferenceModel]) 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 10, 11, 12, 13])
 def test_contexts_around_k_match_reference(served: tuple[Any, ReferenceModel], length: int) -> None:
-    # k is 8 (6 in the other model), besides 3 (1) tokens of sink and window.
+    # k is 8 (6 in the other models), besides 3 (1) tokens of sink and window.
     engine, model = served
     outputs = run(engine, [random_ids(length, 320, seed=500 + length)], new_tokens=1, prompt_logprobs=0)
     assert worst_error(outputs, model) <= LOGPROB_BUDGET

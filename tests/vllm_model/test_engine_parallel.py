@@ -12,7 +12,16 @@ import torch
 from safetensors.torch import save_file
 
 from tiers.reference.testing.compare import LOGPROB_BUDGET
-from tiers.reference.testing.tiny import alibi_config, save_model, save_tiny, tiny_config, tiny_model
+from tiers.reference.testing.tiny import (
+    alibi_config,
+    moe_config,
+    positions_config,
+    save_model,
+    save_tiny,
+    tiny_config,
+    tiny_model,
+    uneven_config,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -49,6 +58,8 @@ def run_process(folder: Path, environment: dict[str, str] | None = None, **optio
     [
         pytest.param(tiny_config(), {"tensor_parallel_size": 2}, id="TP2-rope-gates"),
         pytest.param(unequal_config(), {"tensor_parallel_size": 2}, id="TP2-alibi-unequal-groups"),
+        pytest.param(positions_config(), {"tensor_parallel_size": 2}, id="TP2-every-kind-of-positions"),
+        pytest.param(uneven_config(), {"tensor_parallel_size": 2}, id="TP2-uneven-layers"),
         pytest.param(tiny_config(), {"pipeline_parallel_size": 2}, id="PP2-gates-on-the-second-stage"),
     ],
 )
@@ -105,6 +116,21 @@ def test_the_compiled_tier_inside_what_vllm_compiles_matches_reference(tmp_path:
     assert set(counts) == {"attention compiled", "gate compiled"}
 
 
+def test_the_compiled_tier_serves_other_positions(tmp_path: Path) -> None:
+    """auto takes it, as no attention of vLLM's knows them, dense or not."""
+    layers = {
+        "0": {"mixer": {"position": {"kind": "xpos", "scale_base": 24}, "pattern": {"kind": "dense"}}},
+        "1": {"mixer": {"position": {"kind": "t5", "num_buckets": 8, "max_distance": 20, "shared": True}}},
+    }
+    mixer = {**tiny_config()["mixer"], "head_dim": 32}
+    folder = save_tiny(tmp_path / "model", tiny_config(mixer=mixer, num_hidden_layers=2, layers=layers))
+    options = {"enforce_eager": True, "block_size": 32, "additional_config": {"tiers": "auto"}}
+    result = run_process(folder, {"TORCHDYNAMO_DISABLE": "0"}, **options)
+    assert result["error"] <= LOGPROB_BUDGET
+    (counts,) = result["counts"]
+    assert set(counts) == {"attention compiled"}
+
+
 def test_auto_on_the_cpu_is_the_compiled_tier_unless_vllm_has_a_kernel(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", small_config())
     options = {"enforce_eager": True, "block_size": 32, "additional_config": {"tiers": "auto"}}
@@ -113,6 +139,32 @@ def test_auto_on_the_cpu_is_the_compiled_tier_unless_vllm_has_a_kernel(tmp_path:
     (counts,) = result["counts"]
     assert set(counts) == {"attention compiled", "gate compiled"}
     assert counts["attention compiled"] == counts["gate compiled"]
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["TP2", "EP2"])
+def test_experts_on_two_ranks_match_reference(spread: bool, tmp_path: Path) -> None:
+    """Cut along their inner width, or dealt out whole; a layer on each tier."""
+    folder = save_tiny(tmp_path, moe_config())
+    plan = "reference,1.moe=compiled,2.moe=fast" if spread else "reference,1.moe=fast,3.moe=compiled"
+    result = run_process(
+        folder, {"TORCHDYNAMO_DISABLE": "0"}, enforce_eager=True, distributed_executor_backend="mp",
+        tensor_parallel_size=2, enable_expert_parallel=spread, additional_config={"tiers": plan},
+    )  # fmt: skip
+    assert result["error"] <= LOGPROB_BUDGET
+    assert len(result["counts"]) == 2
+    for counts in result["counts"]:
+        assert counts["moe compiled"] == counts["moe fast"] == counts["moe reference"] > 0
+
+
+def test_experts_inside_what_vllm_compiles_match_reference(tmp_path: Path) -> None:
+    """One layer on each tier; had Inductor looked into the operator, they would not have been called."""
+    folder = save_tiny(tmp_path / "model", moe_config())
+    cache = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    plan = "reference,1.moe=compiled,2.moe=fast"
+    result = run_process(folder, cache, additional_config={"tiers": plan})
+    assert result["error"] <= LOGPROB_BUDGET
+    (counts,) = result["counts"]
+    assert counts["moe compiled"] == counts["moe fast"] == counts["moe reference"] > 0
 
 
 def test_lora_adapter_equals_merged_weights(tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ def test_json_is_one_object_with_stable_keys(tmp_path: Path, capsys: pytest.Capt
     assert list(found) == [
         "format", "folder", "exit_code", "servable", "reasons", "notes", "family", "files", "geometry", "coverage", "unused",
         "unusual", "sizes", "dtypes", "vocabulary", "parallel", "tiers", "stock",
+        "experts",
     ]  # fmt: skip
     assert found["servable"] is True
     assert found["sizes"]["cache"] == {

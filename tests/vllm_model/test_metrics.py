@@ -58,6 +58,24 @@ print(*shown(REGISTRY), sep="\\n")
     assert sorted(logged) == ["attention fast 3", "attention fast 3", "gate reference 1"]
 
 
+def test_tokens_of_experts_are_on_metrics() -> None:
+    code = """
+metrics.publish()
+metrics.count("moe", "fast")
+metrics.count_experts(3, [5, 0, 7], 1.5)
+metrics.count_experts(3, [1, 0, 1], 1.25)
+print(*shown(REGISTRY), sep="\\n")
+"""
+    output = run(code)
+    for line in (
+        'tiers_expert_tokens_total{expert="0",layer="3"} 6.0', 'tiers_expert_tokens_total{expert="1",layer="3"} 0.0',
+        'tiers_expert_tokens_total{expert="2",layer="3"} 8.0', 'tiers_expert_balance_loss_sum_total{layer="3"} 2.75',
+        'tiers_expert_balance_samples_total{layer="3"} 2.0', 'tiers_dispatch_total{operator="moe",tier="fast"} 1.0',
+    ):  # fmt: skip
+        assert line in output
+    assert "calls by operator and tier: moe fast 1" in output
+
+
 def test_a_forked_process_counts_for_itself() -> None:
     code = """
 metrics.publish()

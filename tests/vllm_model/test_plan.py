@@ -9,7 +9,7 @@ import pytest
 
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import PlanError
-from tiers.reference.testing.tiny import tiny_config
+from tiers.reference.testing.tiny import moe_config, tiny_config
 from tiers.vllm_model import dispatch
 from tiers.vllm_model.dispatch import OPS, Choice, Where, is_native, resolve, table, unsupported
 from tiers.vllm_model.plan import OPERATORS, Tier, TierPlan
@@ -83,7 +83,7 @@ def test_a_plan_remembers_its_text() -> None:
         ("auto,", ["unknown tier ''"]),
         ("0=", ["'0='", "unknown tier ''"]),
         ("0.atention=fast", ["'0.atention=fast'", "unknown operator 'atention'", "did you mean 'attention'?"]),
-        ("*.ffn=fast", ["unknown operator 'ffn'", "attention, gate"]),
+        ("*.ffn=fast", ["unknown operator 'ffn'", "attention, moe, gate"]),
         ("0.=fast", ["unknown operator ''"]),
         ("4=fast", ["'4=fast'", "beyond the last layer", "layers 0 to 3"]),
         ("2-7.gate=fast", ["'2-7'", "beyond the last layer"]),
@@ -230,7 +230,37 @@ def load(module: str) -> Any:
 
 def test_the_table_knows_every_operator() -> None:
     assert tuple(OPS) == OPERATORS
-    assert {operator for layer in CONFIG.layers for operator in layer.operators} == set(OPERATORS)
+    layers = (*CONFIG.layers, *ModelConfig.from_dict(moe_config()).layers)
+    assert {operator for layer in layers for operator in layer.operators} == set(OPERATORS)
+
+
+def test_experts_are_an_operator_of_the_layers_that_have_them() -> None:
+    config = ModelConfig.from_dict(moe_config())
+    plan = TierPlan.parse("reference,2.moe=fast", config)
+    assert [layer for layer, operator in plan.wishes if operator == "moe"] == [1, 2, 3]
+    found = dispatch.resolve(config, plan, Where("cpu"))
+    assert {c.layer: (c.tier, c.native) for c in found if c.operator == "moe"} == {
+        1: (R, False),
+        2: (F, True),
+        3: (R, False),
+    }
+    assert "3 of 8 experts of 64, sigmoid, 2 of 4 groups, shared experts" in dispatch.table(found, config)
+    with pytest.raises(PlanError, match=r"layer 0 has no operator .moe."):
+        TierPlan.parse("0.moe=fast", config)
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        (Where("cpu", width=48), "need a hidden size of a multiple of 32, not 48"),
+        (Where("cuda", dtype="float32"), "compute float32 in tf32"),
+        (Where("cuda", dtype="bfloat16"), None),
+        (Where("cpu", width=64), None),
+    ],
+)
+def test_where_the_layer_of_vllm_serves_experts(where: Where, reason: str | None) -> None:
+    found = dispatch.unsupported("moe", F, ModelConfig.from_dict(moe_config()).layers[1], where)
+    assert found is None if reason is None else reason in str(found)
 
 
 @pytest.mark.parametrize(("name", "tier", "module"), FUNCTIONS, ids=[f"{n}-{t.value}" for n, t, _ in FUNCTIONS])
@@ -288,6 +318,22 @@ DENSE = {"kind": "dense"}
         (Where("cuda", dtype="float32"), {"pattern": DENSE}, None),
         (Where("cuda", dtype="float32"), {"pattern": DENSE, "head_dim": 272}, "head size 272"),
         (Where("cuda"), {"pattern": DENSE, "position": {"kind": "alibi"}}, None),
+        (Where("cuda"), {"pattern": DENSE, "position": {"kind": "xpos"}}, None),
+        (Where("cuda"), {"position": {"kind": "t5"}}, None),
+        (
+            Where("cpu"),
+            {"pattern": DENSE, "position": {"kind": "xpos"}},
+            "vLLM's own attention cannot apply xpos positions",
+        ),
+        (Where("cpu"), {"pattern": DENSE, "position": {"kind": "t5"}}, "cannot apply t5 positions"),
+        (Where("cpu"), {"pattern": DENSE, "position": {"kind": "kerple"}}, "cannot apply kerple positions"),
+        (Where("cpu"), {"pattern": DENSE, "position": {"kind": "sandwich"}}, "cannot apply sandwich positions"),
+        (
+            Where("cpu"),
+            {"pattern": DENSE, "position": {"kind": "alibi", "distance": "sqrt"}},
+            "cannot apply alibi sqrt positions",
+        ),
+        (Where("cpu"), {"pattern": DENSE, "position": {"kind": "none"}}, None),
         (Where("cpu"), {"pattern": DENSE}, None),
         (Where("cpu", block_size=128), {"pattern": DENSE}, None),
         (Where("cpu", block_size=48), {"pattern": DENSE}, "block size of a multiple of 32, not 48"),
@@ -306,6 +352,8 @@ def test_the_fast_tier_says_why_it_cannot_serve(where: Where, changes: dict[str,
         (Where("cuda", dtype="bfloat16"), {"head_dim": 72}, True),
         (Where("cuda", dtype="float32"), {}, False),  # tf32
         (Where("cuda", dtype="bfloat16"), {"position": {"kind": "alibi"}}, False),
+        (Where("cuda", dtype="bfloat16"), {"position": {"kind": "xpos"}}, False),
+        (Where("cuda", dtype="bfloat16"), {"position": {"kind": "t5"}}, False),
         (Where("cuda", dtype="bfloat16"), {"softcap": 30.0}, False),
         (Where("cuda", dtype="bfloat16"), {"pattern": {"kind": "window", "window": 9}}, False),
         (Where("cpu", dtype="float32"), {}, True),

@@ -8,6 +8,7 @@ from tiers.reference.analysis.tensor_parallel import VOCAB_PADDING, padded, tens
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import ServingError
 from tiers.reference.testing.tiny import alibi_config, tiny_config
+from tiers.vllm_model import serving
 from tiers.vllm_model.serving import Options, check_options
 
 TINY = ModelConfig.from_dict(tiny_config())
@@ -36,6 +37,22 @@ def assert_refused(config: ModelConfig, options: Options, *parts: str) -> None:
         check_options(config, options)
     for part in parts:
         assert part in str(caught.value), f"{part!r} is not in {caught.value}"
+
+
+def test_factors_of_longrope_that_vllm_would_choose_otherwise_are_named() -> None:
+    scaling: dict[str, Any] = {
+        "kind": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+
+    def notes(max_model_len: int, **changes: Any) -> list[str]:
+        position = {"kind": "rope", "scaling": {**scaling, **changes}}
+        config = ModelConfig.from_dict(tiny_config(mixer={**tiny_config()["mixer"], "position": position}))
+        return serving._longrope_notes(config, max_model_len)
+
+    (note,) = notes(64)
+    assert "--max-model-len is 64, at most the original length 64" in note
+    assert "the long factors are used" in note
+    assert notes(65) == notes(64, use="short") == notes(64, original_max_position_embeddings=512) == []
 
 
 @pytest.mark.parametrize("config", [TINY, UNEQUAL], ids=["tiny", "alibi"])
@@ -191,3 +208,52 @@ def test_a_context_beyond_the_rotary_table_is_refused() -> None:
         "Expected at most 512",
     )  # fmt: skip
     check_options(TINY, Options(max_model_len=512))
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+
+def experts(**changes: Any) -> ModelConfig:
+    ffn = {"kind": "moe", "num_experts": 6, "top_k": 2, "intermediate_size": 40, **changes}
+    return ModelConfig.from_dict(tiny_config(ffn=ffn, layers={"0": {"ffn": {"kind": "gelu", "intermediate_size": 80}}}))
+
+
+def test_the_inner_width_of_experts_must_fit() -> None:
+    config = experts(intermediate_size=41)
+    with pytest.raises(
+        ServingError, match=r"size is 2, but the model has 41 channels of an expert \(layers 1-3\).*: 1$"
+    ):
+        check_options(config, Options(tensor_parallel_size=2))
+    check_options(config, Options(tensor_parallel_size=2, enable_expert_parallel=True))
+
+
+def test_the_number_of_experts_must_fit_where_they_are_dealt_out() -> None:
+    config = experts(num_experts=7)
+    check_options(config, Options(tensor_parallel_size=2))
+    with pytest.raises(ServingError, match=r"size is 2 with --enable-expert-parallel, but the model has 7 experts"):
+        check_options(config, Options(tensor_parallel_size=2, enable_expert_parallel=True))
+
+
+def test_shared_experts_must_fit_in_either_case() -> None:
+    config = experts(shared_intermediate_size=51)
+    for spread in (False, True):
+        with pytest.raises(ServingError, match="51 channels of shared experts"):
+            check_options(config, Options(tensor_parallel_size=2, enable_expert_parallel=spread))
+
+
+def test_expert_parallelism_without_experts_is_refused() -> None:
+    with pytest.raises(ServingError, match="no layer of the model has experts"):
+        check_options(ModelConfig.from_dict(tiny_config()), Options(enable_expert_parallel=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"data_parallel_size": 2}, "--data-parallel-size is 2, but layer 1 has experts"),
+                           ({"enable_lora": True}, "--enable-lora is set, but layer 1 has experts"),
+                           ({"enable_eplb": True}, "--enable-eplb is set, but moving experts")],
+)  # fmt: skip
+def test_what_experts_cannot_follow_is_refused(options: dict[str, Any], words: str) -> None:
+    mixers = {"mixer": {**tiny_config()["mixer"], "head_map": "contiguous"}}
+    config = ModelConfig.from_dict(tiny_config(**mixers, ffn={"kind": "moe", "num_experts": 6, "top_k": 2, "intermediate_size": 40},
+                                               layers={"0": {"ffn": {"kind": "gelu", "intermediate_size": 80}}}))  # fmt: skip
+    with pytest.raises(ServingError, match=words):
+        check_options(config, Options(**options))

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from tiers.reference.config import Dense, TopK, Window
 from tiers.reference.errors import ConfigError
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.knowledge_bank import knowledge_bank
 from tiers.reference.ops.knowledge_gate import knowledge_gate
 from tiers.reference.ops.paged_attention import Batch, paged_attention
+from tiers.reference.positions import Position
+from tiers.reference.testing.inputs import POSITIONS, position_options
 from tiers.reference.testing.tiny import random_ids, save_tiny, tiny_config
 from tiers.vllm_model import check_replay, cli, dispatch, metrics, shadow
 from tiers.vllm_model.check_rows import Verdict
@@ -88,7 +91,7 @@ def batch_of_three() -> tuple[Tensor, Tensor, Batch]:
 
 
 def attention_options(pattern: Any) -> dict[str, Any]:
-    return {"scale": 0.3, "pattern": pattern, "slopes_H": None, "softcap": None}
+    return {"scale": 0.3, "pattern": pattern, "bias": None, "decay_D": None, "softcap": None}
 
 
 @pytest.mark.parametrize("pattern", [Dense(), Window(9, 1), TopK(4, 1, 2), TopK(4, 0, 0, "group")], ids=str)
@@ -247,10 +250,28 @@ def test_a_planted_wrong_gate_is_dumped_and_replayed(
         assert "What tier compiled gave when this was recorded is wrong; every tier that ran here is right" in printed
 
 
+@pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
+def test_a_dump_keeps_what_distance_does(
+    new_step: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str], position: Position
+) -> None:
+    made, members = make_shadow(dumps=tmp_path, a3=Tier.COMPILED)
+    query, cache, batch = batch_of_three()
+    options = attention_options(Dense()) | position_options(position, HEADS, query.shape[2], 64)
+    output = paged_attention(query, cache, batch, **options)
+    new_step()
+    made.attention(members["a3"], query, cache, batch, output * 1.01, options)
+    (file,) = tmp_path.iterdir()
+    _, call = shadow.read(file)
+    # Only with the same bias and decay does the reference give the same again.
+    assert torch.equal(call.run(paged_attention), output)
+    assert check_replay.run(file) == 1
+    assert "what tier compiled gave when this was recorded is wrong" in capsys.readouterr().out.lower()
+
+
 def test_dumps_are_few_and_private(new_step: Callable[..., None], tmp_path: Path, logged: list[str]) -> None:
     made, members = make_shadow(dumps=tmp_path, a3=Tier.FAST)
     query, cache, batch = batch_of_three()
-    options = attention_options(Dense()) | {"slopes_H": torch.rand(HEADS)}
+    options = attention_options(Dense()) | {"bias": Bias("linear", torch.rand(HEADS))}
     output = paged_attention(query, cache, batch, **options) * 1.01
     for _ in range(shadow.MAX_DUMPS + 3):
         new_step()

@@ -1,4 +1,4 @@
-"""Attention over all earlier keys, or a window and sink tokens, with ALiBi and softcap, over a paged cache, in Triton.
+"""Attention over all earlier keys, or a window and sink tokens, over a paged cache, in Triton.
 
 For what vLLM's own kernels cannot do; the rest of dense attention is theirs. Legend: T packed query tokens, R requests, H
 query heads, KV key/value heads, G query heads per key/value head, D head size, N tokens per block.
@@ -14,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tiers.reference.config import Dense, Window
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.paged_attention import Batch
 from tiers.vllm_model.ops import workspace
+from tiers.vllm_model.ops.positions import arguments, biased, decayed, heads_of_bias, precision
 from tiers.vllm_model.ops.topk_attention import MERGE_PARTS, TARGET_PROGRAMS, VARYING, _capped, _merge, early_launch
 
 # Keys per step, and rows (query tokens times heads of a group) per program of a prompt.
@@ -27,7 +29,7 @@ MAX_PARTS = 32
 
 def flash_attention(
     query_THD: Tensor, cache_BKNC: Tensor, batch: Batch, out_THD: Tensor, *,
-    scale: float, pattern: Dense | Window, slopes_H: Tensor | None, softcap: float | None,
+    scale: float, pattern: Dense | Window, bias: Bias | None, decay_D: Tensor | None, softcap: float | None,
 ) -> None:  # fmt: skip
     """Fill `out_THD`, rows of requests only, as `paged_attention` of the reference would."""
     tokens, heads, size = query_THD.shape
@@ -39,7 +41,7 @@ def flash_attention(
     longest = batch.max_length
     window, sink = (pattern.window, pattern.sink) if isinstance(pattern, Window) else (longest, 0)
 
-    wide = triton.next_power_of_2(size) > 128 or query_THD.element_size() == 4
+    wide = triton.next_power_of_2(size) > 128 or query_THD.element_size() == 4 or decay_D is not None
     block_g = triton.next_power_of_2(group)
     most = 64 if wide else PROMPT_ROWS
     block_q = 1 if batch.max_query == 1 else max(1, most // block_g)
@@ -59,14 +61,15 @@ def flash_attention(
     )
     target = partial if split else out_THD
     early = early_launch(query_THD.device)
+    positions, kinds = arguments(bias, decay_D, query_THD)
     _flash[(blocks, requests * kv_heads, parts)](
         query_THD, cache_BKNC, batch.block_table_RP, batch.lengths_R, batch.starts_R1,
-        query_THD if slopes_H is None else slopes_H, target, stats, scale, softcap or 0.0, window, sink, tokens,
+        *positions, target, stats, scale, softcap or 0.0, window, sink, tokens,
         query_THD.stride(0), query_THD.stride(1), *cache_BKNC.stride()[:3], batch.block_table_RP.stride(0),
         target.stride(-3), target.stride(-2), target.stride(0) if split else 0,
         H=heads, KV=kv_heads, G=group, D=size, N=page, BLOCK_G=block_g, BLOCK_M=block_m, BLOCK_Q=block_q, BLOCK_S=block_s,
-        BLOCK_D=triton.next_power_of_2(size), SPLIT=split, SLOPES=slopes_H is not None, SOFTCAP=softcap is not None,
-        PRECISION="tf32x3" if query_THD.dtype == torch.float32 else "tf32",
+        BLOCK_D=triton.next_power_of_2(size), SPLIT=split, SOFTCAP=softcap is not None,
+        PRECISION=precision(query_THD.dtype, decay_D), **kinds,
         num_warps=8 if block_m >= 128 else 4, num_stages=2 if wide else 3, **early,
     )  # fmt: skip
     if split:
@@ -78,12 +81,12 @@ def flash_attention(
 
 @triton.jit(do_not_specialize=VARYING)
 def _flash(
-    q_ptr, cache_ptr, table_ptr, lengths_ptr, starts_ptr, slopes_ptr, out_ptr, stats_ptr,
+    q_ptr, cache_ptr, table_ptr, lengths_ptr, starts_ptr, bias_ptr, bias_last, decay_ptr, out_ptr, stats_ptr,
     scale, softcap, window, sink, tokens,
     stride_qt, stride_qh, stride_cb, stride_ch, stride_cn, stride_table, stride_ot, stride_oh, stride_op,
     H: tl.constexpr, KV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
-    SLOPES: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr, DECAY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program = up to BLOCK_Q query tokens of one request, one key/value head, one part of the tiles of keys."""
     if PDL:
@@ -114,8 +117,10 @@ def _flash(
         q_ptr + token.to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :],
         mask=valid[:, None] & (d < D)[None, :], other=0.0,
     )  # fmt: skip
-    if SLOPES:
-        slope = tl.load(slopes_ptr + head, mask=valid, other=0.0)
+    if BIAS:
+        factor, rate, row = heads_of_bias(bias_ptr, head, valid, bias_last, H, BIAS)
+    if DECAY:
+        decay = tl.load(decay_ptr + d, mask=d < D, other=0.0)
     table_ptr += request.to(tl.int64) * stride_table
     cache_ptr += kv * stride_ch
 
@@ -138,11 +143,21 @@ def _flash(
         if D < BLOCK_D:
             inside = inside & (d < D)[None, :]
         k = tl.load(where[:, None] + d[None, :], mask=inside, other=0.0)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_S]
+        if DECAY:
+            # Relative to the last position of the tile; tokens before the tile see none of it.
+            anchor = tile * BLOCK_S + BLOCK_S - 1
+            near = decayed(q, decay[None, :], tl.maximum(position - anchor, -BLOCK_S)[:, None])
+            x = (
+                tl.dot(near, tl.trans(decayed(k, decay[None, :], (anchor - s)[:, None])), input_precision=PRECISION)
+                * scale
+            )
+        else:
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_S]
         if SOFTCAP:
             x = _capped(x, softcap)
-        if SLOPES:
-            x -= slope[:, None] * (position[:, None] - s[None, :]).to(tl.float32)
+        if BIAS:
+            away = position[:, None] - s[None, :]
+            x = biased(x, away, factor[:, None], rate[:, None], row[:, None], bias_ptr, bias_last, BIAS)
         first, last = tile * BLOCK_S, tile * BLOCK_S + BLOCK_S - 1
         # Most tiles are seen whole by all tokens of the program.
         if (last > length - end + lowest) | ((keys - 1 - first >= window) & (last >= sink)):

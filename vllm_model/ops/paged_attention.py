@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tiers.reference.config import TopK
 from tiers.reference.ops.attention import Pattern
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.paged_attention import Batch
 from tiers.vllm_model.ops import flash_attention as flash
 from tiers.vllm_model.ops import topk_attention as topk
@@ -28,28 +29,32 @@ def paged_attention(
     scale: float,
     pattern: Pattern,
     head_map: Sequence[int] | None = None,
-    slopes_H: Tensor | None = None,
+    bias: Bias | None = None,
+    decay_D: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Same contract as the reference; needs contiguous head groups of one size."""
     if head_map is not None:
         raise ValueError(f"head_map is {head_map}; expected contiguous groups")
     out_THD = torch.empty_like(query_THD)
-    fill(query_THD, cache_BKNC, batch, out_THD, scale=scale, pattern=pattern, slopes_H=slopes_H, softcap=softcap)
+    fill(
+        query_THD, cache_BKNC, batch, out_THD, scale=scale, pattern=pattern, bias=bias, decay_D=decay_D, softcap=softcap
+    )
     return out_THD
 
 
 def fill(
     query_THD: Tensor, cache_BKNC: Tensor, batch: Batch, out_THD: Tensor, *,
-    scale: float, pattern: Pattern, slopes_H: Tensor | None, softcap: float | None,
+    scale: float, pattern: Pattern, bias: Bias | None, decay_D: Tensor | None, softcap: float | None,
 ) -> None:  # fmt: skip
     """As `paged_attention`, into memory that is there already: vLLM hands it over, and a copy would be a launch more."""
     attend: Callable[..., None] = topk.topk_attention if isinstance(pattern, TopK) else flash.flash_attention
     # With one token per request top-k writes every row; else rows past all requests are not written.
-    # With one token per request top-k writes every row; else rows past all requests are not written.
     if not isinstance(pattern, TopK) or batch.max_query != 1 or len(query_THD) != len(batch.lengths_R):
         out_THD.zero_()
-    attend(query_THD, cache_BKNC, batch, out_THD, scale=scale, pattern=pattern, slopes_H=slopes_H, softcap=softcap)
+    attend(
+        query_THD, cache_BKNC, batch, out_THD, scale=scale, pattern=pattern, bias=bias, decay_D=decay_D, softcap=softcap
+    )
 
 
 def workspace_bytes(pattern: Pattern, heads: int, kv_heads: int, size: int, tokens: int, longest: int) -> int:
@@ -65,6 +70,11 @@ def workspace_bytes(pattern: Pattern, heads: int, kv_heads: int, size: int, toke
     return topk.partial_bytes(heads, kv_heads, size) + SLACK
 
 
+def _kind(bias: Bias | None) -> Any:
+    """What kernels are compiled for of a bias."""
+    return None if bias is None else (bias.kind, None if bias.table_RL is None else len(bias.table_RL))
+
+
 def warm_up(cache_BKNC: Tensor, heads: int, tokens: int, longest: int, **options: Any) -> None:
     """Compile every kernel that serving can ask for, by running it on the first block of the cache.
 
@@ -75,7 +85,7 @@ def warm_up(cache_BKNC: Tensor, heads: int, tokens: int, longest: int, **options
         heads: query heads.
         tokens: query tokens of a step at most; what was reserved holds no more.
         longest: context at most.
-        options: scale, pattern, slopes_H, softcap as of `paged_attention`.
+        options: scale, pattern, bias, decay_D, softcap as of `paged_attention`.
     """
     pattern, size = options["pattern"], cache_BKNC.shape[3] // 2
     if isinstance(pattern, TopK):
@@ -85,7 +95,7 @@ def warm_up(cache_BKNC: Tensor, heads: int, tokens: int, longest: int, **options
         batches = [(1, 1, 1), (1, 1, longest), (1, min(2, longest), longest)]
     key = (
         tokens, tuple(batches), pattern, heads, cache_BKNC.shape[1:], cache_BKNC.dtype,
-        options["slopes_H"] is None, options["softcap"] is None,
+        _kind(options["bias"]), options["decay_D"] is None, options["softcap"] is None,
     )  # fmt: skip
     if key in _warm:
         return

@@ -33,8 +33,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tiers.reference.config import TopK
+from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.paged_attention import Batch
 from tiers.vllm_model.ops import workspace
+from tiers.vllm_model.ops.positions import arguments, biased, decayed, heads_of_bias
+from tiers.vllm_model.ops.positions import precision as precision_of
 
 # Bytes held at once at most; longer work is done in parts.
 WORKSPACE_BYTES = 2**30
@@ -121,11 +124,11 @@ def batches_to_compile(pattern: TopK, heads: int, longest: int) -> list[tuple[in
 
 def topk_attention(
     query_THD: Tensor, cache_BKNC: Tensor, batch: Batch, out_THD: Tensor, *,
-    scale: float, pattern: TopK, slopes_H: Tensor | None, softcap: float | None,
+    scale: float, pattern: TopK, bias: Bias | None, decay_D: Tensor | None, softcap: float | None,
 ) -> None:  # fmt: skip
     """Fill `out_THD`, rows of requests only, as `paged_attention` of the reference would."""
     tokens, heads = query_THD.shape[:2]
-    options = (scale, pattern, slopes_H, softcap)
+    options = (scale, pattern, bias, decay_D, softcap)
     if batch.max_query == 1:
         # Token r belongs to request r (padding requests, at the end, have none): no length is needed on the host.
         requests = len(batch.lengths_R)
@@ -181,7 +184,7 @@ def _ranges(starts: Sequence[int]) -> list[tuple[int, int]]:
 def _run(
     query_THD: Tensor, cache_BKNC: Tensor, batch: Batch, out_THD: Tensor,
     first: int, last: int, start: int, stop: int, per_request: int, longest: int,
-    scale: float, pattern: TopK, slopes_H: Tensor | None, softcap: float | None,
+    scale: float, pattern: TopK, bias: Bias | None, decay_D: Tensor | None, softcap: float | None,
 ) -> None:  # fmt: skip
     """Tokens `start` to `stop` of requests `first` to `last`, each of `per_request` tokens at most."""
     _, heads, size = query_THD.shape
@@ -198,7 +201,7 @@ def _run(
 
     block_g = triton.next_power_of_2(group)
     block_d = triton.next_power_of_2(size)
-    wide = block_d > 128 or query_THD.element_size() == 4
+    wide = block_d > 128 or query_THD.element_size() == 4 or decay_D is not None
     if per_request > 1 and not wide:
         block_m, block_s, warps, registers = PROMPT
     else:
@@ -228,19 +231,17 @@ def _run(
     requests = last - first
     blocks = -(-per_request // block_q)
     splits = max(1, min(width // block_s, TARGET_PROGRAMS // max(1, requests * blocks * kv_heads)))
-    # Three tf32 products stand for one in float32 and err by about as much; products in plain float32 unroll into code
-    # that takes minutes to compile.
-    precision = "tf32x3" if query_THD.dtype == torch.float32 else "tf32"
-    slopes = slopes_H if slopes_H is not None else ranks  # never read without slopes
+    precision = precision_of(query_THD.dtype, decay_D)
+    distances, kinds = arguments(bias, decay_D, ranks)
     early = early_launch(query_THD.device)
     table = batch.block_table_RP
     cache_strides = cache_BKNC.stride()[:3]
     _scores[(requests * blocks, kv_heads, splits)](
-        query_THD, cache_BKNC, table, batch.lengths_R, batch.starts_R1, slopes, ranks, maxima,
+        query_THD, cache_BKNC, table, batch.lengths_R, batch.starts_R1, *distances, ranks, maxima,
         first, start, stop, blocks, scale, softcap or 0.0, pattern.sink, pattern.window,
         query_THD.stride(0), query_THD.stride(1), *cache_strides, table.stride(0), width, tiles,
         H=heads, G=group, D=size, N=page, TILE=tile, BLOCK_G=block_g, BLOCK_M=block_m, BLOCK_Q=block_q, BLOCK_S=block_s,
-        BLOCK_D=block_d, SLOPES=slopes_H is not None, SOFTCAP=softcap is not None, GROUP=by_group, PRECISION=precision,
+        BLOCK_D=block_d, SOFTCAP=softcap is not None, GROUP=by_group, PRECISION=precision, **kinds,
         num_warps=warps, num_stages=3, maxnreg=registers, **early,
     )  # fmt: skip
 
@@ -260,11 +261,11 @@ def _run(
     strides = (*cache_strides, target.stride(-3), target.stride(-2), target.stride(0) if split else 0)
     if by_group:
         _gather_group[(rows, choosers, parts)](
-            query_THD, cache_BKNC, table, batch.lengths_R, batch.starts_R1, first, last, start, slopes,
+            query_THD, cache_BKNC, table, batch.lengths_R, batch.starts_R1, first, last, start, *distances,
             ranks, slots, positions, summary, target, stats, scale, softcap or 0.0, pattern.sink, pattern.window,
             width, sizes.kept, query_THD.stride(0), query_THD.stride(1), table.stride(0), *strides,
             SINGLE=single, H=heads, G=group, D=size, N=page, BLOCK_M=max(16, block_g), BLOCK_N=64, BLOCK_D=block_d, SPLIT=split,
-            SLOPES=slopes_H is not None, SOFTCAP=softcap is not None, PRECISION=precision, num_warps=4, num_stages=2, **early,
+            SOFTCAP=softcap is not None, PRECISION=precision, **kinds, num_warps=4, num_stages=2, **early,
         )  # fmt: skip
     else:
         gather_keys, gather_warps = FEW if rows * choosers <= TARGET_PROGRAMS // 2 else MANY
@@ -309,7 +310,7 @@ def early_launch(device: torch.device) -> dict[str, bool]:
 # them would be compiled while serving.
 VARYING = [
     "first_request", "last_request", "first_token", "stop_token", "blocks", "k", "sink", "window", "room", "kept_room",
-    "parts", "tokens", "stride_table",
+    "parts", "tokens", "stride_table", "bias_last",
 ]  # fmt: skip
 
 
@@ -346,12 +347,12 @@ def _between(s, low, high, s_axis: tl.constexpr, m_axis: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _scores(
-    q_ptr, cache_ptr, table_ptr, lengths_ptr, starts_ptr, slopes_ptr, ranks_ptr, maxima_ptr,
+    q_ptr, cache_ptr, table_ptr, lengths_ptr, starts_ptr, bias_ptr, bias_last, decay_ptr, ranks_ptr, maxima_ptr,
     first_request, first_token, stop_token, blocks, scale, softcap, sink, window,
     stride_qt, stride_qh, stride_cb, stride_ch, stride_cn, stride_table, width, tiles,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SLOPES: tl.constexpr,
-    SOFTCAP: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr,
+    DECAY: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program = up to BLOCK_Q query tokens of one request, one key/value head, one part of the keys.
 
@@ -383,8 +384,10 @@ def _scores(
         q_ptr + tl.expand_dims(token.to(tl.int64) * stride_qt + head * stride_qh, M_AXIS) + tl.expand_dims(d, S_AXIS),
         mask=tl.expand_dims(valid, M_AXIS) & tl.expand_dims(d < D, S_AXIS), other=0.0,
     )  # fmt: skip
-    if SLOPES:
-        slope = tl.load(slopes_ptr + head, mask=valid, other=0.0)
+    if BIAS:
+        factor, rate, row = heads_of_bias(bias_ptr, head, valid, bias_last, H, BIAS)
+    if DECAY:
+        decay = tl.load(decay_ptr + d, mask=d < D, other=0.0)
 
     keys = length - end + highest  # keys that the last of these tokens may see
     total = tl.cdiv(keys, BLOCK_S)
@@ -401,12 +404,24 @@ def _scores(
             + tl.expand_dims(s % N, S_AXIS) * stride_cn + tl.expand_dims(d, M_AXIS),
             mask=inside, other=0.0,
         )  # fmt: skip
-        x = (tl.dot(k, q, input_precision=PRECISION) if GROUP else tl.dot(q, k, input_precision=PRECISION)) * scale
+        near = q
+        if DECAY:
+            # Relative to the last position of the tile; tokens before the tile see none of it.
+            anchor = step * BLOCK_S + BLOCK_S - 1
+            beyond = tl.maximum(position - anchor, -BLOCK_S)
+            near = decayed(q, tl.expand_dims(decay, S_AXIS), tl.expand_dims(beyond, M_AXIS))
+            k = decayed(k, tl.expand_dims(decay, M_AXIS), tl.expand_dims(anchor - s, S_AXIS))
+        x = (
+            tl.dot(k, near, input_precision=PRECISION) if GROUP else tl.dot(near, k, input_precision=PRECISION)
+        ) * scale
         if SOFTCAP:
             x = _capped(x, softcap)
-        if SLOPES:
+        if BIAS:
             distance = tl.expand_dims(position, M_AXIS) - tl.expand_dims(s, S_AXIS)
-            x -= tl.expand_dims(slope, M_AXIS) * distance.to(tl.float32)
+            x = biased(
+                x, distance, tl.expand_dims(factor, M_AXIS), tl.expand_dims(rate, M_AXIS), tl.expand_dims(row, M_AXIS),
+                bias_ptr, bias_last, BIAS,
+            )  # fmt: skip
         if GROUP:
             # One column per token from here on; columns of other heads than the group's must not count.
             x = tl.reshape(tl.where(valid[None, :], x, float("-inf")), (BLOCK_S, TOKENS, BLOCK_G))
@@ -777,13 +792,13 @@ def _gather(
 
 @triton.jit(do_not_specialize=VARYING)
 def _gather_group(
-    q_ptr, cache_ptr, table_ptr, lengths_ptr, starts_ptr, first_request, last_request, first_token, slopes_ptr,
-    ranks_ptr, slots_ptr, positions_ptr, summary_ptr, out_ptr, stats_ptr, scale, softcap, sink, window,
+    q_ptr, cache_ptr, table_ptr, lengths_ptr, starts_ptr, first_request, last_request, first_token,
+    bias_ptr, bias_last, decay_ptr, ranks_ptr, slots_ptr, positions_ptr, summary_ptr, out_ptr, stats_ptr, scale, softcap, sink, window,
     width, kept_room, stride_qt, stride_qh, stride_table,
     stride_cb, stride_ch, stride_cn, stride_ot, stride_oh, stride_op,
     SINGLE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, SLOPES: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, BIAS: tl.constexpr, DECAY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program = one token, one group of heads and one part of its list: attention over the listed keys."""
     if PDL:
@@ -798,8 +813,11 @@ def _gather_group(
         q_ptr + (first_token + token) * stride_qt + head[:, None] * stride_qh + d[None, :],
         mask=(g < G)[:, None] & (d < D)[None, :], other=0.0,
     )  # fmt: skip
-    if SLOPES:
-        slope = tl.load(slopes_ptr + head, mask=g < G, other=0.0)
+    if BIAS:
+        factor, rate, row_of = heads_of_bias(bias_ptr, head, g < G, bias_last, H, BIAS)
+    if DECAY:
+        decay = tl.load(decay_ptr + d, mask=d < D, other=0.0)
+        q = q.to(tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -824,11 +842,14 @@ def _gather_group(
         where = cache_ptr + (slot // N) * stride_cb + kv * stride_ch + (slot % N) * stride_cn
         k = tl.load(where[None, :] + d[:, None], mask=keep[None, :] & (d < D)[:, None], other=0.0)
         v = tl.load(where[:, None] + D + d[None, :], mask=keep[:, None] & (d < D)[None, :], other=0.0)
+        if DECAY:
+            k = decayed(k, decay[:, None], (position - s)[None, :])
         x = tl.dot(q, k, input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
         if SOFTCAP:
             x = _capped(x, softcap)
-        if SLOPES:
-            x -= slope[:, None] * (position - s)[None, :].to(tl.float32)
+        if BIAS:
+            away = (position - s)[None, :]
+            x = biased(x, away, factor[:, None], rate[:, None], row_of[:, None], bias_ptr, bias_last, BIAS)
         x = tl.where(keep[None, :], x, float("-inf"))
         largest = tl.maximum(top, tl.max(x, axis=1))
         safe = tl.where(largest == float("-inf"), 0.0, largest)

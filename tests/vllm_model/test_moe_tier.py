@@ -1,0 +1,122 @@
+"""The experts of a layer without an engine: a tier is proved before it serves, and what happens where it fails."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiers.reference.config import Moe
+from tiers.reference.errors import ServingError
+from tiers.reference.ops.moe import moe as reference
+from tiers.vllm_model import dispatch, moe
+from tiers.vllm_model.dispatch import Choice
+from tiers.vllm_model.moe import Experts, MoeTier
+from tiers.vllm_model.plan import Tier
+
+CONFIG = Moe(6, 2, 24)
+WIDTH = 32
+
+
+class Fused(Experts):
+    """Stands for vLLM's layer: the weights of `Experts`, and a result that is off by a factor."""
+
+    factor = 1.0
+
+    def forward(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        return self.factor * reference(hidden, logits, None, *self.matrices(), CONFIG)
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(moe.logger, "warning", lambda message, *args: found.append(message % args))
+    return found
+
+
+def experts(kind: type[Experts] = Fused, ranks: int = 1, rank: int = 0, split: str = "inner") -> Any:
+    """Filled from the same tensors on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    held = kind(CONFIG, WIDTH, ranks, rank, split)
+    for expert in range(6):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            shape = (WIDTH, 24) if name == "down_proj" else (24, WIDTH)
+            held.load(expert, name, torch.randn(shape, generator=generator) * shape[1] ** -0.5)
+    return held
+
+
+def tier(held: Experts, named: bool = False, first: Tier = Tier.FAST) -> MoeTier:
+    tiers = (first, Tier.REFERENCE) if first is not Tier.REFERENCE else (first,)
+    return MoeTier(Choice(3, "moe", first, named=named, native=first is Tier.FAST, tiers=tiers), CONFIG, held, None)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    return torch.randn(9, WIDTH), 3 * torch.randn(9, 6)
+
+
+def expected(hidden: Tensor, logits: Tensor) -> Tensor:
+    return reference(hidden, logits, None, *experts().matrices(), CONFIG)
+
+
+def test_a_tier_that_agrees_serves(warnings: list[str]) -> None:
+    served = tier(experts())
+    served.remember()
+    given = inputs()
+    assert torch.equal(served(*given), expected(*given))
+    assert served.tier is Tier.FAST
+    assert not warnings
+    assert not served.expected, "what the proof needed is let go"
+
+
+def test_a_tier_that_differs_gives_way_to_a_slower_one(warnings: list[str]) -> None:
+    held = experts()
+    held.factor = 1.01
+    served = tier(held)
+    served.remember()
+    given = inputs()
+    assert torch.equal(served(*given), expected(*given))
+    assert served.tier is Tier.REFERENCE
+    assert len(warnings) == 1
+    assert "layer 3: the experts on tier fast differ from the reference by 0.01" in warnings[0]
+
+
+def test_a_tier_that_was_named_stops_instead() -> None:
+    held = experts()
+    held.factor = float("nan")
+    served = tier(held, named=True)
+    served.remember()
+    with pytest.raises(ServingError, match=r"--tiers 'auto,3.moe=reference'"):
+        served(*inputs())
+
+
+def test_weights_that_lie_in_another_way_stop_instead_of_being_read() -> None:
+    """As on the CPU, where vLLM packs them after loading."""
+    held = experts()
+    held.factor = 2.0
+    served = tier(held)
+    served.remember()
+    held.w2.data = held.w2.data.flip(1)
+    with pytest.raises(ServingError, match="layer 3: the experts on tier fast"):
+        served(*inputs())
+
+
+def test_a_tier_of_ours_is_proved_when_the_weights_are_there(
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    def broken(*args: Any) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    functions = {Tier.REFERENCE: reference, Tier.COMPILED: broken}
+    monkeypatch.setattr(dispatch, "function", lambda name, tier: functions[tier])
+    served = tier(experts(Experts), first=Tier.COMPILED)
+    served.remember()
+    assert served.tier is Tier.REFERENCE
+    assert "failed (RuntimeError: no such kernel)" in warnings[0]
+
+
+@pytest.mark.parametrize("split", ["inner", "experts"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_of_the_ranks_sum_to_the_whole(split: str, ranks: int) -> None:
+    given = inputs()
+    parts = [tier(experts(Experts, ranks, rank, split), first=Tier.REFERENCE)(*given) for rank in range(ranks)]
+    assert (sum(parts) - expected(*given)).abs().max() < 1e-5
