@@ -15,7 +15,7 @@ from tiers.vllm_model import check_text, compat, dispatch
 from tiers.vllm_model.check_rows import Row, Verdict, overall
 from tiers.vllm_model.dispatch import Where
 from tiers.vllm_model.plan import Tier
-from tiers.vllm_model.shadow import Call, expected, judged, read
+from tiers.vllm_model.shadow_call import Call, expected, judged, read
 
 # As of `tiers check`.
 EXIT = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 2}

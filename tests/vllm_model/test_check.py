@@ -1,6 +1,9 @@
 """`tiers check`: planted faults are found where they are, correct models pass, and the way of a plan that works."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -414,6 +417,20 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert lines[0]["verdict"] == "PASS"
     assert {line["what"] for line in lines[1:]} >= {"hidden", "logprobs", "greedy"}
     assert "<html" in (tmp_path / "page.html").read_text()
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    """What the ranks hold is put together: heads, gates and answers are those of the whole model."""
+    folder = save_tiny(tmp_path / "model", TINY)
+    command = [sys.executable, "-m", "tiers.vllm_model.cli", "check", str(folder), "--tiers", "reference"]
+    command += ["--tensor-parallel-size", "2", "--no-operators", "--json", str(tmp_path / "rows")]
+    # Two ranks on one node of memory.
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    about, *rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert about["verdict"] == "PASS"
+    assert {row["layer"] for row in rows if row["what"] == "attention" and row["level"] == "layer"} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama tied"])

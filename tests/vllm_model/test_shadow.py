@@ -23,7 +23,7 @@ from tiers.reference.ops.paged_attention import Batch, paged_attention
 from tiers.reference.positions import Position
 from tiers.reference.testing.inputs import POSITIONS, position_options
 from tiers.reference.testing.tiny import random_ids, save_tiny, tiny_config
-from tiers.vllm_model import check_replay, cli, dispatch, metrics, shadow
+from tiers.vllm_model import check_replay, cli, dispatch, metrics, shadow, shadow_call
 from tiers.vllm_model.check_rows import Verdict
 from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.plan import Tier
@@ -104,7 +104,7 @@ def test_a_part_of_a_batch_gives_the_same_outputs(pattern: Any, layout: str) -> 
     output = paged_attention(query, cache, batch, **options)
     windows = [(1, 2, 6), (0, 0, 1), (2, 0, 4)]
     lengths, starts = batch.lengths_R.tolist(), batch.starts_R1.tolist()
-    part = shadow.gathered(query, cache, batch, output, options, windows, lengths, starts)
+    part = shadow_call.gathered(query, cache, batch, output, options, windows, lengths, starts)
     torch.testing.assert_close(part.run(paged_attention), part.output, atol=1e-6, rtol=0)
     torch.testing.assert_close(part.output, output[[3, 4, 5, 6, 0, 8, 9, 10, 11]])
     # The shared page once, and only pages that are seen; heads and tokens in the order of the cache.
@@ -261,7 +261,7 @@ def test_a_dump_keeps_what_distance_does(
     new_step()
     made.attention(members["a3"], query, cache, batch, output * 1.01, options)
     (file,) = tmp_path.iterdir()
-    _, call = shadow.read(file)
+    _, call = shadow_call.read(file)
     # Only with the same bias and decay does the reference give the same again.
     assert torch.equal(call.run(paged_attention), output)
     assert check_replay.run(file) == 1
@@ -279,7 +279,7 @@ def test_dumps_are_few_and_private(new_step: Callable[..., None], tmp_path: Path
     files = list(tmp_path.iterdir())
     assert len(files) == shadow.MAX_DUMPS
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
-    content, call = shadow.read(files[0])
+    content, call = shadow_call.read(files[0])
     # The whole step, whatever part of it was compared.
     assert torch.equal(call.output, output)
     assert call.options["pattern"] == Dense()
@@ -299,7 +299,7 @@ def test_of_a_large_step_only_what_was_compared_is_kept(
     monkeypatch.setattr(shadow, "MAX_ROWS", 2)
     new_step()
     made.attention(members["a3"], query, cache, batch, output, attention_options(Dense()))
-    _, call = shadow.read(next(tmp_path.iterdir()))
+    _, call = shadow_call.read(next(tmp_path.iterdir()))
     assert len(call.output) == 2
 
 
@@ -470,7 +470,7 @@ def test_a_wrong_tier_is_found_and_goes_on_serving(
     files = sorted((folder.parent / "dumps").iterdir())
     assert len(files) == shadow.MAX_DUMPS
     for file in files[:3]:
-        content, call = shadow.read(file)
+        content, call = shadow_call.read(file)
         assert content["operator"] == "attention"
         assert set(content["inputs"]) == {"query", "cache", "block_table", "lengths", "starts"}
         assert not [x for x in call.tensors.values() if x.dtype == torch.int64], "no token ids"
