@@ -361,7 +361,7 @@ def merge(rows: Sequence[Row]) -> list[Row]:
 
 
 # Within a layer, in the order in which they run; what is made of them comes last.
-_ORDER = ("attention", "ffn", "gate", "layer", "hidden")
+_ORDER = ("attention", "experts", "ffn", "gate", "layer", "hidden")
 
 
 def _find_first(report: Report, options: Options) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tiers.reference.model import Cache, ReferenceModel
+from tiers.reference.ops import moe
 from tiers.vllm_model.check_choices import floor, watched
 from tiers.vllm_model.check_record import Record, record_reference
 from tiers.vllm_model.check_rows import TIMES, Row, Verdict, errors, judge
@@ -110,8 +111,36 @@ def same_input(reference: Reference, record: Record, ids_T: Tensor, tiers: Calla
             for phase, part in phases(record).items():
                 row = Row("layer", number, name, tiers(number, name), f"same input, {phase}")
                 rows.append(judge(row, actual[part], exact[part], noisy[part], decided[part]))
+        if (number, "experts") in record.tensors:
+            rows.append(_experts(reference, record, number, tiers(number, "ffn")))
         rows.append(_whole(reference, record, ids_T, number))
     return rows
+
+
+def _experts(reference: Reference, record: Record, number: int, tier: str) -> Row:
+    """Which experts the tokens of a layer get. Sets, since the order of a token's experts does not matter."""
+    x, actual_TK = record.tensors[number, "ffn in"], record.tensors[number, "experts"]
+
+    def chosen(model: ReferenceModel) -> Tensor:
+        ffn: Any = model.layers[number].ffn
+        logits = ffn.logits(x.to(ffn.router.weight))
+        correction = None if ffn.correction_bias is None else ffn.correction_bias.to(logits.dtype)
+        return moe.route(logits, correction, ffn.config)[1].cpu()
+
+    with watched(floor(reference.dtype)) as close, torch.inference_mode():
+        exact_TK = chosen(reference.exact)
+    with close.again(), torch.inference_mode():
+        noisy_TK = chosen(reference.noisy)
+    decided = close.decided(len(x))
+    other_T, noisy_T = ((ids.sort(-1).values != exact_TK.sort(-1).values).any(-1) for ids in (actual_TK, noisy_TK))
+    row = Row("layer", number, "experts", tier, "same input", compared=int(decided.sum()), total=len(x))
+    row.error, row.noise = other_T.double().mean().item(), noisy_T.double().mean().item()
+    failed = bool((other_T & decided).any())
+    row.verdict = Verdict.FAIL if failed else Verdict.PASS if row.compared else Verdict.INCONCLUSIVE
+    row.note = "share of tokens with other experts"
+    if not decided.all():
+        row.note += f"; {int((~decided).sum())} tokens with a close choice left out"
+    return row
 
 
 def _whole(reference: Reference, record: Record, ids_T: Tensor, number: int) -> Row:

@@ -5,6 +5,7 @@ their positions. Names of what is recorded, per layer:
 
     attention in, attention out    of the mixer, after its norm and before the residual
     ffn in, ffn out
+    experts                        [T, K] chosen by the router, where the ffn has experts
     gate in, gate out
     hidden                         the residual stream behind the layer
 
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tiers.reference.ops.moe import route as _route
 
 # The recorder of this process; a worker has one model.
 _recorder: Any = None
@@ -58,6 +61,8 @@ class Recorder:
                 self._hook(layer.mixer, number, "attention", lambda args: args[x_at])
             if layer.ffn is not None:
                 self._hook(layer.ffn, number, "ffn", lambda args: args[0])
+                if hasattr(layer.ffn, "router"):
+                    self._choices(layer.ffn, number)
             if layer.gate is not None:
                 self._hook(layer.gate, number, "gate", lambda args: args[0])
 
@@ -82,6 +87,17 @@ class Recorder:
             self._keep(number, f"{name} out", out)
 
         self.handles.append(module.register_forward_hook(hook))
+
+    def _choices(self, ffn: Any, number: int) -> None:
+        def hook(_module: nn.Module, args: Any, _out: Tensor) -> None:
+            weight, correction = ffn.router.weight, ffn.correction_bias
+            exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
+            logits = nn.functional.linear(args[0].to(exact), weight.to(exact))
+            # As the function that is not watched: who watches the reference does not count these.
+            ids = _route(logits, None if correction is None else correction.to(exact), ffn.config)[1]
+            self._keep(number, "experts", ids)
+
+        self.handles.append(ffn.register_forward_hook(hook))
 
     def _keep(self, number: int, name: str, tensor: Tensor) -> None:
         # A copy: vLLM's norms and buffers are written again.

@@ -17,6 +17,7 @@ from tiers.reference.config import ModelConfig, Rope
 from tiers.reference.testing.foreign import save_foreign
 from tiers.reference.testing.tiny import (
     alibi_config,
+    moe_config,
     positions_config,
     random_ids,
     save_model,
@@ -456,6 +457,20 @@ def test_another_folder_as_the_truth(dtype: str, tmp_path: Path) -> None:
     report = check.check(options)
     assert_first(report, 2, "ffn")
     assert report.again.startswith(f"tiers check {folder}")
+
+
+def test_experts_chosen_by_another_correction(tmp_path: Path) -> None:
+    """The router's correction takes part in the choice alone, so that outputs of most tokens stay what they were."""
+    config = moe_config()
+    folder = save_tiny(tmp_path / "ours", config)
+    model = tiny_model(config)
+    correction = model.layers[2].ffn.correction_bias
+    correction.data[:3] += 0.2
+    other = save_model(tmp_path / "other", config, model.state_dict())
+    report = check.check(check.Options(folder, plan="reference", against=str(other), dtype="float32", operators=False))
+    assert_first(report, 2, "experts")
+    passed = {row.layer for row in report.rows if row.what == "experts" and row.verdict is Verdict.PASS}
+    assert passed == {1, 3}
 
 
 def test_without_vllm(tmp_path: Path) -> None:
