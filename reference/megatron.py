@@ -66,8 +66,8 @@ _NEXT = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 # What Transformer Engine keeps beside its weights: scales of float8, nothing that a model in 16 bits needs.
 _EXTRA_STATE = "_extra_state"
 
-# Megatron puts its command line beside the weights; nothing else is let through.
-_ALLOWED = (argparse.Namespace,)
+# Megatron puts its command line beside the weights, and the state of NumPy's generator; nothing else is let through.
+_ALLOWED = (argparse.Namespace, *torch_files.NUMPY_ARRAYS)
 
 _RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _LAYER = re.compile(r"(?:^|(.*?)\.)layers\.(0|[1-9]\d{0,5})\.(.*)")

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +36,23 @@ NESTS = ("model", "state_dict", "module", "model_state_dict")
 _AUXILIARY = re.compile(r"training_args|(distrib_)?optim|(lr_)?scheduler|scaler|rng_state|random_states|dataloader")
 # The first is how DeepSpeed calls its partitions, the second torch.distributed.checkpoint.
 _PIECES = ("*zero_pp_rank_*_optim_states.pt", "*.distcp")
+
+# A class, or a function by the name that a file calls it.
+Allowed = type | tuple[Callable[..., Any], str]
+
+
+def _empty_array(kind: type, shape: tuple[int, ...], dtype: bytes) -> np.ndarray[Any, Any]:
+    """What a pickle makes before it fills it. A size of its own would take memory that the file does not have."""
+    if kind is not np.ndarray or shape != (0,):
+        raise ValueError(f"an array of NumPy begins as {kind} of shape {shape}; expected an empty one")
+    return np.ndarray(shape, np.int8)
+
+
+# Arrays of NumPy of every plain dtype, by the names that NumPy 1 and 2 have for what makes them.
+NUMPY_ARRAYS: tuple[Allowed, ...] = (
+    (_empty_array, "numpy.core.multiarray._reconstruct"), (_empty_array, "numpy._core.multiarray._reconstruct"),
+    np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in "?bhilqBHILQefd"),
+)  # fmt: skip
 
 # Takes what was in a file; returns its tensors by name, and notes.
 Find = Callable[[Any, Path], tuple[dict[str, Tensor], list[str]]]
@@ -74,7 +92,7 @@ def open_torch(folder: Path, files: list[Path]) -> Checkpoint:
 
 
 def gather(
-    folder: Path, files: list[Path], root: Path, find: Find, allowed: Sequence[type] = ()
+    folder: Path, files: list[Path], root: Path, find: Find, allowed: Sequence[Allowed] = ()
 ) -> tuple[dict[str, TensorInfo], list[str]]:
     """The headers of files, and notes.
 
@@ -98,13 +116,15 @@ def gather(
 
 
 @contextmanager
-def opened(file: Path, find: Find, allowed: Sequence[type] = ()) -> Iterator[Get]:
+def opened(file: Path, find: Find, allowed: Sequence[Allowed] = ()) -> Iterator[Get]:
     """Open a file to take tensors from it by name."""
     tensors, _ = find(load(file, allowed), file)
     yield lambda name: tensors[name].detach().contiguous()
 
 
-def read_torch_header(file: Path, find: Find, allowed: Sequence[type] = ()) -> tuple[dict[str, TensorInfo], list[str]]:
+def read_torch_header(
+    file: Path, find: Find, allowed: Sequence[Allowed] = ()
+) -> tuple[dict[str, TensorInfo], list[str]]:
     """The tensors of one file, and notes.
 
     Raises:
@@ -191,12 +211,12 @@ def shown(keys: Sequence[Any]) -> str:
 # ---- one file -------------------------------------------------------------------------------------------------------
 
 
-def load(file: Path, allowed: Sequence[type] = ()) -> Any:
+def load(file: Path, allowed: Sequence[Allowed] = ()) -> Any:
     """What torch.save wrote to a file; tensors of a file in the format of torch 1.6 and later stay in the file.
 
     Args:
         file: a regular file.
-        allowed: classes that the file may ask for, besides those that torch allows.
+        allowed: what the file may ask for, besides what torch allows.
 
     Raises:
         CheckpointError: the file is damaged, is something else, or asks for other classes or functions.
@@ -205,8 +225,8 @@ def load(file: Path, allowed: Sequence[type] = ()) -> Any:
     zipped = _is_zip(file)
     if zipped:
         _check_zip(file)
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in allowed}
-    granted: Sequence[type] = ()
+    names = {one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in allowed}
+    granted: Sequence[Allowed] = ()
     while True:
         try:
             with torch.serialization.safe_globals(list(granted)):

@@ -2,11 +2,14 @@
 
 import argparse
 import io
+import pickle
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -366,6 +369,30 @@ def test_a_distributed_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "iter_0000100").mkdir()
     (tmp_path / "iter_0000100" / "__0_0.distcp").write_bytes(b"")
     assert_refused(tmp_path, "__0_0.distcp: pieces of a distributed checkpoint", "--ckpt-format torch")
+
+
+def test_the_state_of_numpys_generator_is_let_through(tmp_path: Path) -> None:
+    """As Megatron saves it: arrays that torch alone would refuse."""
+    rng = [{"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "cuda": torch.zeros(16)}]
+    tensors = gpt_tensors(1)
+    save_ranks(tmp_path, split(tensors, 2, 1, 1, True), rng_state=rng)
+    with torch.serialization.safe_globals([argparse.Namespace]), pytest.raises(pickle.UnpicklingError, match="numpy"):
+        torch.load(tmp_path / "mp_rank_00" / "model_optim_rng.pt", weights_only=True)
+    checkpoint = open_checkpoint(tmp_path)
+    assert any("rng_state" in note for note in checkpoint.notes)
+    assert np.ndarray not in torch.serialization.get_safe_globals()
+
+
+class Large:
+    """Pickles as an array of NumPy that begins with a size of its own."""
+
+    def __reduce__(self) -> Any:
+        return np._core.multiarray._reconstruct, (np.ndarray, (2**40,), b"b")
+
+
+def test_an_array_that_begins_large_is_refused(tmp_path: Path) -> None:
+    save_ranks(tmp_path, split(gpt_tensors(1), 1, 1, 1, True), rng_state=Large())
+    assert_refused(tmp_path, "model_optim_rng.pt", "expected an empty one")
 
 
 def test_only_the_command_line_is_let_through(tmp_path: Path) -> None:
