@@ -8,17 +8,18 @@ Each step is a kernel:
 
 1. `_scores`: every key is read once. Scores go to a workspace in float32, and with them the largest candidate score of
    each tile of 16 keys.
-2. `_choose`, in stages. `_bound`: a lower bound of the threshold is about the k-th largest of those tile maxima, since k
-   tiles hold a score at least that large; the tiles whose maximum reaches it are listed, and there are hardly more than
-   k. `_candidates`: of the scores in those tiles, the ones that reach the bound are listed; for k = 256 of 32768 keys
-   with independent scores there are about 280. `_threshold`: the exact threshold is searched among these. The keys that
-   reach it, the sink and the window get their softmax weights, listed with the place of their values.
+2. `_choose`, in stages. `_bound`: the k-th largest of those tile maxima is a lower bound of the threshold, since k tiles
+   hold a score at least that large; the tiles whose maximum reaches it are listed, k of them unless some are equal.
+   `_candidates`: of the scores in those tiles, the ones that reach the bound are listed; for k = 256 of 32768 keys with
+   independent scores there are about 280. `_halved`: the exact threshold is searched among these. The keys that reach
+   it, the sink and the window get their softmax weights, listed with the place of their values.
 3. `_gather`: only the listed values are read. Where a group chooses together, the scores of its heads are not kept but
    computed again for the listed keys, which are few: `_gather_group`. With few rows each list is cut into parts, which
    `_merge` puts together.
 
-The lists have room for what independent scores need and some more. Where it does not suffice (top keys that are
-neighbours, many ties), the candidates are searched in their tiles, and kept keys in all scores: slower, the same result.
+The lists have room for what independent scores need and some more, and what fits into registers is searched there. Where
+that does not suffice (top keys that are neighbours, many ties), lists are read again and again (`_keep_in_steps`), or
+candidates searched in their tiles, and kept keys in all scores: slower, the same result.
 
 Nothing depends on the lengths on the host where every request has one query token, so the step can be captured.
 """
