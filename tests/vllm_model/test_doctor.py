@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from tiers.reference.ops.knowledge_gate import knowledge_gate
-from tiers.vllm_model import cli, doctor, doctor_internals, doctor_operators, doctor_process, doctor_symptoms
+from tiers.vllm_model import cli, dispatch, doctor, doctor_internals, doctor_operators, doctor_process, doctor_symptoms
 from tiers.vllm_model.doctor_operators import FAILED, NOT_HERE, OK, Check
+from tiers.vllm_model.plan import Tier
 
 ROOT = Path(__file__).parents[2]
 TIERS = Path(sys.executable).with_name("tiers")
@@ -136,7 +137,8 @@ def test_a_broken_family_file_is_reported_and_named(faulty: dict[str, Any]) -> N
 
 def test_every_tier_of_every_function_has_a_result(faulty: dict[str, Any]) -> None:
     checked = {(check["function"], check["tier"]) for check in faulty["operators"]}
-    assert len(checked) == 3 * 3
+    functions = [name for of in dispatch.OPS.values() for name in of]
+    assert checked == {(name, tier) for name in functions for tier in Tier}
     assert all(check["detail"] for check in faulty["operators"] if check["result"] == NOT_HERE)
 
 
