@@ -138,7 +138,7 @@ def test_a_broken_family_file_is_reported_and_named(faulty: dict[str, Any]) -> N
 def test_every_tier_of_every_function_has_a_result(faulty: dict[str, Any]) -> None:
     checked = {(check["function"], check["tier"]) for check in faulty["operators"]}
     functions = [name for of in dispatch.OPS.values() for name in of]
-    assert checked == {(name, tier) for name in functions for tier in Tier}
+    assert checked == {(name, tier.value) for name in functions for tier in Tier}
     assert all(check["detail"] for check in faulty["operators"] if check["result"] == NOT_HERE)
 
 
