@@ -168,6 +168,10 @@ class MoeFfn(nn.Module):
         exact = torch.float64 if x_TM.dtype == torch.float64 else torch.float32
         return nn.functional.linear(x_TM.to(exact), self.router.weight.to(exact))
 
+    def correction(self, logits_TE: Tensor) -> Tensor | None:
+        """[E] what is added to scores for the choice alone, in the dtype of the logits."""
+        return None if self.correction_bias is None else self.correction_bias.to(logits_TE.dtype)
+
     def matrices(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """gate, up and down of each expert."""
         gate, up, down = (
@@ -177,8 +181,7 @@ class MoeFfn(nn.Module):
 
     def forward(self, x_TM: Tensor) -> Tensor:
         logits_TE = self.logits(x_TM)
-        correction = None if self.correction_bias is None else self.correction_bias.to(logits_TE.dtype)
-        out_TM = moe(x_TM, logits_TE, correction, *self.matrices(), self.config)
+        out_TM = moe(x_TM, logits_TE, self.correction(logits_TE), *self.matrices(), self.config)
         if self.shared is None:
             return out_TM
         three = (self.shared.gate_proj.weight, self.shared.up_proj.weight, self.shared.down_proj.weight)

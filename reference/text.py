@@ -1,5 +1,6 @@
 """Text to token ids and back, with the tokenizer of a model folder."""
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,3 +58,13 @@ def stream_text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
             yield text[len(shown) :]
             shown = text
     yield tokenizer.decode(ids, skip_special_tokens=True)[len(shown) :]
+
+
+def listed_ids(line: str) -> list[int] | None:
+    """The token ids that a line of a file of prompts lists as JSON, or None if it is text."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    listed = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+    return value if listed else None

@@ -12,6 +12,7 @@ import torch
 from tiers.reference.config import ModelConfig
 from tiers.reference.errors import ConfigError, ServingError
 from tiers.reference.load import load_model, open_model
+from tiers.reference.text import listed_ids
 from tiers.vllm_model import check_against, check_layers, check_operators, check_text, compat
 from tiers.vllm_model.check_engine import PAGE, STEP, CheckedEngine, Ran, ReferenceEngine, running
 from tiers.vllm_model.check_layers import Expected, Reference
@@ -201,7 +202,7 @@ def read_prompts(options: Options, config: ModelConfig) -> list[list[int]]:
         lines = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {options.prompts}: cannot be read ({error})") from None
-    listed = [_as_ids(line) for line in lines]
+    listed = [listed_ids(line) for line in lines]
     if not lines:
         raise ConfigError(f"--prompts {options.prompts}: no line; expected a text or a list of token ids on each")
     texts = iter(_encode(options.folder, [line for line, ids in zip(lines, listed, strict=True) if ids is None]))
@@ -213,15 +214,6 @@ def read_prompts(options: Options, config: ModelConfig) -> list[list[int]]:
                 f"{config.vocab_size}"
             )
     return prompts
-
-
-def _as_ids(line: str) -> list[int] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    whole = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
-    return value if whole else None
 
 
 def _encode(folder: Path, texts: Sequence[str]) -> list[list[int]]:

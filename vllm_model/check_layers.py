@@ -124,8 +124,7 @@ def _experts(reference: Reference, record: Record, number: int, tier: str) -> Ro
     def chosen(model: ReferenceModel) -> Tensor:
         ffn: Any = model.layers[number].ffn
         logits = ffn.logits(x.to(ffn.router.weight))
-        correction = None if ffn.correction_bias is None else ffn.correction_bias.to(logits.dtype)
-        return moe.route(logits, correction, ffn.config)[1].cpu()
+        return moe.route(logits, ffn.correction(logits), ffn.config)[1].cpu()
 
     with watched(floor(reference.dtype)) as close, torch.inference_mode():
         exact_TK = chosen(reference.exact)

@@ -245,7 +245,7 @@ def moe_rows(
     matrices = ffn.matrices()
     with torch.inference_mode():
         logits = ffn.logits(hidden)
-        correction = None if ffn.correction_bias is None else ffn.correction_bias.to(logits.dtype)
+        correction = ffn.correction(logits)
         call = dispatch.function("moe", Tier.REFERENCE)
         # The router is in float32 in every tier, so what it says is given.
         exact = call(

@@ -1,6 +1,5 @@
 """How evenly a model spreads tokens over its experts: the reference model on prompts of a user."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from tiers.reference.errors import ServingError
 from tiers.reference.load import load_model
 from tiers.reference.model import MoeFfn, ReferenceModel
 from tiers.reference.ops.moe import balance, route
-from tiers.reference.text import load_tokenizer
+from tiers.reference.text import listed_ids, load_tokenizer
 
 # Of a file of prompts, and tokens of a prompt that are read; the reference takes its time.
 _MAX_BYTES, MAX_TOKENS = 16 * 2**20, 4096
@@ -53,7 +52,7 @@ def read_prompts(path: Path, folder: Path, vocab_size: int) -> list[list[int]]:
         raise ServingError(f"--stats: {path} has no prompt; expected one in each line")
     tokenizer, found = None, []
     for number, line in enumerate(lines, 1):
-        ids = _ids(line)
+        ids = listed_ids(line)
         if ids is None:
             tokenizer = tokenizer or load_tokenizer(folder)
             ids = tokenizer.encode(line)
@@ -64,16 +63,6 @@ def read_prompts(path: Path, folder: Path, vocab_size: int) -> list[list[int]]:
             )
         found.append(ids[:MAX_TOKENS])
     return found
-
-
-def _ids(line: str) -> list[int] | None:
-    """The ids that a line lists, or None if it is text."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    listed = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
-    return value if listed else None
 
 
 @torch.inference_mode()
@@ -96,8 +85,7 @@ def load_balance(model: ReferenceModel, prompts: Sequence[Sequence[int]]) -> lis
     found = []
     for number, ffn in ffns.items():
         all_TE = torch.cat(logits[number])
-        correction = None if ffn.correction_bias is None else ffn.correction_bias.to(all_TE.dtype)
-        counts_E, loss = balance(all_TE, route(all_TE, correction, ffn.config)[1])
+        counts_E, loss = balance(all_TE, route(all_TE, ffn.correction(all_TE), ffn.config)[1])
         found.append(Balance(number, len(all_TE), tuple(counts_E.tolist()), loss.item()))
     return found
 

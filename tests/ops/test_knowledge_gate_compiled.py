@@ -1,15 +1,12 @@
 """The gate through torch.compile: values, gradients, and how often it is compiled."""
 
 import inspect
-import os
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from tiers.compiled.ops.knowledge_gate import knowledge_gate
-from tiers.compiled.options import compiled
 from tiers.reference.ops.knowledge_gate import MODES
 from tiers.reference.ops.knowledge_gate import knowledge_gate as reference
 from tiers.reference.testing.compare import assert_close, assert_within_budget
@@ -17,16 +14,7 @@ from tiers.reference.testing.compare import assert_close, assert_within_budget
 WIDTH = 48
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiling() -> Iterator[None]:
-    """The other tests switch torch.compile off, see conftest.py."""
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "0"
-    compiled.cache_clear()
-    yield
-    compiled.cache_clear()
-    if before is not None:
-        os.environ["TORCHDYNAMO_DISABLE"] = before
+pytestmark = pytest.mark.usefixtures("compiling")
 
 
 def inputs(

@@ -1,8 +1,6 @@
 """Experts through torch.compile: values, and how often it is compiled."""
 
 import inspect
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tiers.compiled.ops.moe import block_sizes, moe
-from tiers.compiled.options import compiled
 from tiers.reference.config import Moe
 from tiers.reference.ops.moe import moe as reference
 from tiers.reference.testing.compare import assert_close, assert_within_budget
@@ -27,16 +24,7 @@ ROUTINGS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiling() -> Iterator[None]:
-    """The other tests switch torch.compile off, see conftest.py."""
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "0"
-    compiled.cache_clear()
-    yield
-    compiled.cache_clear()
-    if before is not None:
-        os.environ["TORCHDYNAMO_DISABLE"] = before
+pytestmark = pytest.mark.usefixtures("compiling")
 
 
 def inputs(

@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from tiers.compiled.ops import paged_attention as module
 from tiers.compiled.ops.paged_attention import Piece, Setup, paged_attention
-from tiers.compiled.options import compiled
 from tiers.reference.config import Dense, TopK
 from tiers.reference.ops.attention import attention
 from tiers.reference.ops.bias import Bias
@@ -34,16 +32,7 @@ from tiers.reference.testing.inputs import BATCHES, PATTERNS, POSITIONS, PagedIn
 TOPK = {"scale": 0.3, "pattern": PATTERNS["topk"]}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiling() -> Iterator[None]:
-    """The other tests switch torch.compile off, see conftest.py."""
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "0"
-    compiled.cache_clear()
-    yield
-    compiled.cache_clear()
-    if before is not None:
-        os.environ["TORCHDYNAMO_DISABLE"] = before
+pytestmark = pytest.mark.usefixtures("compiling")
 
 
 def graphs() -> int:
