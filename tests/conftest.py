@@ -11,6 +11,10 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_LOGGING_COLOR", "0")
 # Else a check would set it for every engine that comes after it in this process.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Files run side by side. Threads of both on every core wait for each other: small models took 2 to 7 times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +41,7 @@ def start_engine() -> Iterator[Callable[..., Any]]:
             "max_num_batched_tokens": 256,
             "max_num_seqs": 16,
             "block_size": 16,
+            "kv_cache_memory_bytes": 2**26,
             "additional_config": {"tiers": "reference"},
         }
         running.append(LLM(model=str(folder), **{**defaults, **options}))
@@ -45,9 +50,12 @@ def start_engine() -> Iterator[Callable[..., Any]]:
     def stop() -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        from tiers.vllm_model.testing import keep_heap
+
         while running:
             running.pop().llm_engine.engine_core.shutdown()
             cleanup_dist_env_and_memory()
+            keep_heap()
 
     yield start
     stop()

@@ -1,9 +1,7 @@
 """Engines in processes of their own: tensor and pipeline parallel, compiled by vLLM, with a LoRA adapter."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,138 +34,133 @@ def unequal_config() -> dict[str, Any]:
     return {**config, "mixer": mixer, "layers": layers}
 
 
-def run_process(folder: Path, environment: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
-    env = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        # apply_model sends a function to the workers.
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        # One core per rank; the default wants one memory node per rank.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        **(environment or {}),
-    }
-    command = [sys.executable, str(Path(__file__).with_name("engine_process.py")), str(folder), json.dumps(options)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-    return json.loads(lines[-1].removeprefix("RESULT "))
+Serve = Callable[..., list[dict[str, Any]]]
+
+EAGER = {"enforce_eager": True}
+COMPILING = {"TORCHDYNAMO_DISABLE": "0"}
+MP = {"distributed_executor_backend": "mp"}
 
 
-@pytest.mark.parametrize(
-    ("config", "ranks"),
-    [
-        pytest.param(tiny_config(), {"tensor_parallel_size": 2}, id="TP2-rope-gates"),
-        pytest.param(unequal_config(), {"tensor_parallel_size": 2}, id="TP2-alibi-unequal-groups"),
-        pytest.param(positions_config(), {"tensor_parallel_size": 2}, id="TP2-every-kind-of-positions"),
-        pytest.param(uneven_config(), {"tensor_parallel_size": 2}, id="TP2-uneven-layers"),
-        pytest.param(tiny_config(), {"pipeline_parallel_size": 2}, id="PP2-gates-on-the-second-stage"),
-    ],
-)
-def test_ranks_match_reference(config: dict[str, Any], ranks: dict[str, int], tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path, config)
-    # On the CPU vLLM prepares the buffers between pipeline stages only when it compiles; Dynamo alone is the quick way.
-    environment: dict[str, str] = {}
-    options: dict[str, Any] = {"enforce_eager": True}
-    if "pipeline_parallel_size" in ranks:
-        environment = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-        options = {"compilation_config": {"backend": "eager"}}
-    result = run_process(folder, environment, distributed_executor_backend="mp", **options, **ranks)
-    assert result["error"] <= LOGPROB_BUDGET
-    assert len(result["counts"]) == 2
-    assert all(counts["attention reference"] > 0 for counts in result["counts"])
+def job(
+    folder: Path, config: dict[str, Any], environment: dict[str, str] | None = None, **options: Any
+) -> dict[str, Any]:
+    return {"folder": str(save_tiny(folder, config)), "environment": environment or {}, "options": options}
 
 
-def test_more_ranks_than_key_value_heads_match_reference(tmp_path: Path) -> None:
+# ---- two ranks ------------------------------------------------------------------------------------------------------
+
+
+def one_group_config() -> dict[str, Any]:
     config = tiny_config()
-    folder = save_tiny(
-        tmp_path, {**config, "mixer": {**config["mixer"], "num_kv_heads": 1, "head_map": "contiguous"}, "layers": {}}
-    )
-    result = run_process(folder, enforce_eager=True, distributed_executor_backend="mp", tensor_parallel_size=2)
-    assert result["error"] <= LOGPROB_BUDGET
+    return {**config, "mixer": {**config["mixer"], "num_kv_heads": 1, "head_map": "contiguous"}, "layers": {}}
 
 
-def test_compiled_by_vllm_matches_reference(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "model", tiny_config())
-    cache = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    result = run_process(folder, cache)
-    assert result["error"] <= LOGPROB_BUDGET
-    # The reference operators ran as they are: had Inductor looked into them, they would not have been called.
-    (counts,) = result["counts"]
-    assert counts["attention reference"] > 0
-    assert counts["gate reference"] > 0
+TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rope and gates": (tiny_config(), {}),
+    "ALiBi and unequal groups": (unequal_config(), {}),
+    "every kind of positions": (positions_config(), {}),
+    "uneven layers": (uneven_config(), {}),
+    "more ranks than key/value heads": (one_group_config(), {}),
+    # Cut along their inner width, or dealt out whole; a layer on each tier.
+    "experts cut": (moe_config(), {"additional_config": {"tiers": "reference,1.moe=fast,3.moe=compiled"}}),
+    "experts dealt out": (
+        moe_config(),
+        {"additional_config": {"tiers": "reference,1.moe=compiled,2.moe=fast"}, "enable_expert_parallel": True},
+    ),
+}
 
 
-def small_config() -> dict[str, Any]:
-    """A dense layer, whose heads vLLM's CPU attention was built for, and one of top-k attention with a gate: few things
-    to compile."""
-    layers = {
-        "0": {"mixer": {"pattern": {"kind": "dense"}}},
-        "1": {"gate": {"mode": "sigmoid", "source": "bank", "slots": 5}},
-    }
-    return tiny_config(mixer={**tiny_config()["mixer"], "head_dim": 32}, num_hidden_layers=2, layers=layers)
+@pytest.fixture(scope="module")
+def on_two_ranks(serve_jobs: Serve, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("two-ranks")
+    jobs = [
+        job(root / str(i), config, COMPILING, **EAGER, **options)
+        for i, (config, options) in enumerate(TWO_RANKS.values())
+    ]
+    return dict(zip(TWO_RANKS, serve_jobs(jobs, ranks=2), strict=True))
 
 
-def test_the_compiled_tier_inside_what_vllm_compiles_matches_reference(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "model", small_config())
-    cache = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    result = run_process(folder, cache, additional_config={"tiers": "compiled"})
-    assert result["error"] <= LOGPROB_BUDGET
-    (counts,) = result["counts"]
-    assert set(counts) == {"attention compiled", "gate compiled"}
-
-
-def test_the_compiled_tier_serves_other_positions(tmp_path: Path) -> None:
-    """auto takes it, as no attention of vLLM's knows them, dense or not."""
-    layers = {
-        "0": {"mixer": {"position": {"kind": "xpos", "scale_base": 24}, "pattern": {"kind": "dense"}}},
-        "1": {"mixer": {"position": {"kind": "t5", "num_buckets": 8, "max_distance": 20, "shared": True}}},
-    }
-    mixer = {**tiny_config()["mixer"], "head_dim": 32}
-    folder = save_tiny(tmp_path / "model", tiny_config(mixer=mixer, num_hidden_layers=2, layers=layers))
-    options = {"enforce_eager": True, "block_size": 32, "additional_config": {"tiers": "auto"}}
-    result = run_process(folder, {"TORCHDYNAMO_DISABLE": "0"}, **options)
-    assert result["error"] <= LOGPROB_BUDGET
-    (counts,) = result["counts"]
-    assert set(counts) == {"attention compiled"}
-
-
-def test_auto_on_the_cpu_is_the_compiled_tier_unless_vllm_has_a_kernel(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "model", small_config())
-    options = {"enforce_eager": True, "block_size": 32, "additional_config": {"tiers": "auto"}}
-    result = run_process(folder, {"TORCHDYNAMO_DISABLE": "0"}, **options)
-    assert result["error"] <= LOGPROB_BUDGET
-    (counts,) = result["counts"]
-    assert set(counts) == {"attention compiled", "gate compiled"}
-    assert counts["attention compiled"] == counts["gate compiled"]
-
-
-@pytest.mark.parametrize("spread", [False, True], ids=["TP2", "EP2"])
-def test_experts_on_two_ranks_match_reference(spread: bool, tmp_path: Path) -> None:
-    """Cut along their inner width, or dealt out whole; a layer on each tier."""
-    folder = save_tiny(tmp_path, moe_config())
-    plan = "reference,1.moe=compiled,2.moe=fast" if spread else "reference,1.moe=fast,3.moe=compiled"
-    result = run_process(
-        folder, {"TORCHDYNAMO_DISABLE": "0"}, enforce_eager=True, distributed_executor_backend="mp",
-        tensor_parallel_size=2, enable_expert_parallel=spread, additional_config={"tiers": plan},
-    )  # fmt: skip
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_match_the_reference(name: str, on_two_ranks: dict[str, dict[str, Any]]) -> None:
+    result = on_two_ranks[name]
     assert result["error"] <= LOGPROB_BUDGET
     assert len(result["counts"]) == 2
     for counts in result["counts"]:
-        assert counts["moe compiled"] == counts["moe fast"] == counts["moe reference"] > 0
+        assert counts["attention reference"] > 0
+        if "experts" in name:
+            assert counts["moe compiled"] == counts["moe fast"] == counts["moe reference"] > 0
 
 
-def test_experts_inside_what_vllm_compiles_match_reference(tmp_path: Path) -> None:
-    """One layer on each tier; had Inductor looked into the operator, they would not have been called."""
-    folder = save_tiny(tmp_path / "model", moe_config())
-    cache = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    plan = "reference,1.moe=compiled,2.moe=fast"
-    result = run_process(folder, cache, additional_config={"tiers": plan})
+def test_ranks_that_vllm_starts_itself_match_the_reference(serve_jobs: Serve, tmp_path: Path) -> None:
+    own = job(tmp_path, tiny_config(), **EAGER, **MP, tensor_parallel_size=2)
+    (result,) = serve_jobs([own], VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert result["error"] <= LOGPROB_BUDGET
+
+
+def test_pipeline_stages_match_the_reference(serve_jobs: Serve, tmp_path: Path) -> None:
+    # On the CPU vLLM prepares the buffers between stages only when it compiles; Dynamo alone is the quick way.
+    options = {"compilation_config": {"backend": "eager"}, "pipeline_parallel_size": 2, **MP}
+    # A gate on the second stage only.
+    layers = {"1": {"gate": {"mode": "mix", "source": "token"}}}
+    own = job(tmp_path / "model", tiny_config(num_hidden_layers=2, layers=layers), **options)
+    (result,) = serve_jobs([own], VLLM_CACHE_ROOT=str(tmp_path / "cache"), **COMPILING)
+    assert result["error"] <= LOGPROB_BUDGET
+
+
+# ---- compiled -------------------------------------------------------------------------------------------------------
+
+
+def test_every_operator_inside_what_vllm_compiles_matches_the_reference(serve_jobs: Serve, tmp_path: Path) -> None:
+    """One layer on the reference, one on faster tiers. Had Inductor looked into the operators, they would not have been
+    called."""
+    layer = {
+        "ffn": {"kind": "moe", "num_experts": 4, "top_k": 2, "intermediate_size": 32},
+        "gate": {"mode": "sigmoid", "source": "bank", "slots": 5},
+    }
+    config = tiny_config(num_hidden_layers=2, layers={"0": layer, "1": layer})
+    plan = "reference,1.attention=compiled,1.gate=compiled,1.moe=fast"
+    own = job(tmp_path / "model", config, additional_config={"tiers": plan})
+    (result,) = serve_jobs([own], VLLM_CACHE_ROOT=str(tmp_path / "cache"), **COMPILING)
     assert result["error"] <= LOGPROB_BUDGET
     (counts,) = result["counts"]
-    assert counts["moe compiled"] == counts["moe fast"] == counts["moe reference"] > 0
+    assert set(counts) == {f"{name} reference" for name in ("attention", "gate", "moe")} | {
+        "attention compiled", "gate compiled", "moe fast",
+    }  # fmt: skip
+    for name, tier in (("attention", "compiled"), ("gate", "compiled"), ("moe", "fast")):
+        assert counts[f"{name} reference"] == counts[f"{name} {tier}"] > 0
 
 
-def test_lora_adapter_equals_merged_weights(tmp_path: Path) -> None:
+def test_auto_on_the_cpu_is_the_compiled_tier_unless_vllm_has_a_kernel(serve_jobs: Serve, tmp_path: Path) -> None:
+    """Also where nothing of vLLM's knows the positions, dense or not."""
+    small = tiny_config(
+        # Heads of a size that vLLM's attention for the CPU was built for.
+        mixer={**tiny_config()["mixer"], "head_dim": 32}, num_hidden_layers=2,
+        layers={
+            "0": {"mixer": {"pattern": {"kind": "dense"}}},
+            "1": {"gate": {"mode": "sigmoid", "source": "bank", "slots": 5}},
+        },
+    )  # fmt: skip
+    positions = {
+        **small,
+        "layers": {
+            "0": {"mixer": {"position": {"kind": "xpos", "scale_base": 24}, "pattern": {"kind": "dense"}}},
+            "1": {"mixer": {"position": {"kind": "t5", "num_buckets": 8, "max_distance": 20, "shared": True}}},
+        },
+    }
+    options = {**EAGER, "block_size": 32, "additional_config": {"tiers": "auto"}}
+    jobs = [job(tmp_path / str(i), config, **options) for i, config in enumerate((small, positions))]
+    results = serve_jobs(jobs, **COMPILING)
+    assert all(result["error"] <= LOGPROB_BUDGET for result in results)
+    (counts,), (of_positions,) = (result["counts"] for result in results)
+    assert set(counts) == {"attention compiled", "gate compiled"}
+    assert counts["attention compiled"] == counts["gate compiled"]
+    assert set(of_positions) == {"attention compiled"}
+
+
+# ---- LoRA -----------------------------------------------------------------------------------------------------------
+
+
+def test_lora_adapter_equals_merged_weights(serve_jobs: Serve, tmp_path: Path) -> None:
     config = tiny_config()
     config["mixer"] = {**config["mixer"], "head_map": "contiguous"}
     state = tiny_model(config).state_dict()
@@ -196,7 +189,7 @@ def test_lora_adapter_equals_merged_weights(tmp_path: Path) -> None:
     (lora / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets})
     )
-    result = run_process(
-        folder, enforce_eager=True, enable_lora=True, max_lora_rank=8, adapter=str(lora), merged=str(merged)
-    )
+    options = {**EAGER, "enable_lora": True, "max_lora_rank": 8}
+    own = {"folder": str(folder), "options": options, "adapter": str(lora), "merged": str(merged)}
+    (result,) = serve_jobs([own])
     assert result["error"] <= LOGPROB_BUDGET

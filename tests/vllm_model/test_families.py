@@ -1,12 +1,7 @@
 """Foreign folders on vLLM: every shipped family against transformers, a user's own family in every process."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import tempfile
-import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,98 +50,69 @@ def expect(folder: Path, ids: torch.Tensor, logits: torch.Tensor) -> None:
     torch.save({"ids": ids, "logits": logits}, folder.with_name(f"{folder.name}.pt"))
 
 
-def serve_all(
-    folders: list[Path], ranks: int, environment: dict[str, str] | None = None, **options: Any
-) -> dict[str, Any]:
-    """Run families_process.py on all of them, one process per rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("families_process.py")),
-        json.dumps([str(f) for f in folders]),
-    ]
-    common = {
-        **os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-        # Names the shared memory of the ranks; what a run that was killed left behind must not be found.
-        "VLLM_DIST_IDENT": f"tiers-{uuid.uuid4().hex}", "TIERS_TEST_OPTIONS": json.dumps(options), **(environment or {}),
+Serve = Callable[..., list[dict[str, Any]]]
+
+
+def job(folder: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "folder": str(folder), "logits": str(folder.with_name(f"{folder.name}.pt")),
+        "options": {"enforce_eager": True, **options},
     }  # fmt: skip
-    processes = []
-    with tempfile.TemporaryDirectory() as logs:
-        # Files rather than pipes: a rank whose pipe is full would stop, and the others with it.
-        for rank in range(ranks):
-            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with Path(logs, str(rank)).open("w") as log:
-                processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-        try:
-            for process in processes:
-                process.wait(timeout=400)
-        finally:
-            for process in processes:
-                process.kill()
-            outputs = [Path(logs, str(rank)).read_text() for rank in range(ranks)]
-    lines = [line for line in outputs[0].splitlines() if line.startswith("RESULT ")]
-    assert lines, outputs[0][-6000:] + "".join(output[-2000:] for output in outputs[1:])
-    return json.loads(lines[-1].removeprefix("RESULT "))
 
 
 @pytest.mark.parametrize(
     ("ranks", "names"), [(1, ONE_RANK), (2, TWO_RANKS), (4, FOUR_RANKS)], ids=["TP1", "TP2", "TP4"]
 )
-def test_every_family_on_vllm_matches_transformers(ranks: int, names: list[str], folders: dict[str, Path]) -> None:
+def test_every_family_on_vllm_matches_transformers(
+    ranks: int, names: list[str], folders: dict[str, Path], serve_jobs: Serve
+) -> None:
     names = [*names, *(f"{name}, converted" for name in CONVERTED if ranks == 1)]
-    errors = serve_all([folders[name] for name in names], ranks, config_format="tiers")
-    assert len(errors) == len(names)
+    results = serve_jobs([job(folders[name], config_format="tiers") for name in names], ranks)
+    errors = {name: result["error"] for name, result in zip(names, results, strict=True)}
     if ranks == 1:  # the same weights through the same kernels
         for name in CONVERTED:
-            assert errors[folders[f"{name}, converted"].name] == errors[folders[name].name], name
+            assert errors[f"{name}, converted"] == errors[name], name
     wrong = {name: error for name, error in errors.items() if not error <= LOGPROB_BUDGET}
     assert not wrong, f"off by more than {LOGPROB_BUDGET}: {wrong}"
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> tuple[Path, Path]:
-    """A folder with a user's family, and a folder of a model that only this family knows."""
-    families = tmp_path / "families"
-    families.mkdir()
+def families(tmp_path: Path) -> Path:
+    """A folder with a user's family."""
+    folder = tmp_path / "families"
+    folder.mkdir()
     text = (SHIPPED / "myllama.toml").read_text()
     text = text.replace('"MyLlamaForCausalLM"', '"OurLlamaForCausalLM", "OurOtherForCausalLM"').replace(
         '"myllama"', '"ourllama"'
     )
-    (families / "ourllama.toml").write_text(text)
-    folder = tmp_path / "model"
+    (folder / "ourllama.toml").write_text(text)
+    return folder
+
+
+def save_own(folder: Path, **config: Any) -> Path:
+    """A model that only the user's family knows."""
     ids = torch.tensor(random_ids(60, CONFIG["vocab_size"], seed=2))
-    model = save_myllama(folder, model_type="ourllama", architectures=["OurLlamaForCausalLM"])
-    expect(folder, ids, model(ids))
-    return families, folder
+    expect(folder, ids, save_myllama(folder, **config)(ids))
+    return folder
 
 
-def test_a_users_family_is_known_to_every_process_of_vllm(own: tuple[Path, Path]) -> None:
+def test_a_users_family_is_known_to_every_process_of_vllm(families: Path, tmp_path: Path, serve_jobs: Serve) -> None:
     """Nothing but the variable: model type unknown to transformers, architecture unknown to vLLM, engine in a process
-    of its own."""
-    families, folder = own
-    environment = {"TIERS_FAMILIES": str(families), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    errors = serve_all([folder], 1, environment)
-    assert errors["model"] <= LOGPROB_BUDGET
-
-
-def test_a_users_architecture_on_a_known_model_type(own: tuple[Path, Path]) -> None:
-    """transformers reads such a config with a class of its own, which knows nothing of the family."""
-    families, folder = own
+    of its own; then an architecture whose model type transformers reads with a class of its own, which knows nothing of the
+    family."""
+    first = job(save_own(tmp_path / "first", model_type="ourllama", architectures=["OurLlamaForCausalLM"]))
+    first["environment"] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    second = job(save_own(tmp_path / "second"))
     config = {**CONFIG, "model_type": "llama", "architectures": ["OurOtherForCausalLM"]}
     # The names that transformers insists on for this type.
     config |= {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 3, "max_position_embeddings": 512}
-    (folder / "config.json").write_text(json.dumps(config))
-    errors = serve_all([folder], 1, {"TIERS_FAMILIES": str(families)})
-    assert errors["model"] <= LOGPROB_BUDGET
+    Path(second["folder"], "config.json").write_text(json.dumps(config))
+    results = serve_jobs([first, second], TIERS_FAMILIES=str(families))
+    assert all(result["error"] <= LOGPROB_BUDGET for result in results)
 
 
-def test_a_family_that_only_the_command_line_names(own: tuple[Path, Path]) -> None:
+def test_a_family_that_only_the_command_line_names(families: Path, tmp_path: Path, serve_jobs: Serve) -> None:
     """What `tiers serve --family FILE` does: nothing in config.json names the family, no folder of families is set."""
-    families, folder = own
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "nobody", "architectures": ["NobodyLM"]}))
-    environment = {FAMILY: str(families / "ourllama.toml"), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    errors = serve_all([folder], 1, environment, config_format="tiers")
-    assert errors["model"] <= LOGPROB_BUDGET
+    folder = save_own(tmp_path / "model", model_type="nobody", architectures=["NobodyLM"])
+    (result,) = serve_jobs([job(folder, config_format="tiers")], **{FAMILY: str(families / "ourllama.toml")})
+    assert result["error"] <= LOGPROB_BUDGET
