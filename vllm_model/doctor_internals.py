@@ -71,6 +71,7 @@ USED: tuple[str, ...] = (
     "vllm.model_executor.model_loader.weight_utils:default_weight_loader",
     "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER",
     "vllm.model_executor.models.config:MODELS_CONFIG_MAP",
+    "vllm.model_executor.models.interfaces:MixtureOfExperts",
     "vllm.model_executor.models.interfaces:SupportsLoRA",
     "vllm.model_executor.models.interfaces:SupportsPP",
     "vllm.model_executor.models.utils:PPMissingLayer",

@@ -60,10 +60,12 @@ def serve(
     length = args.max_model_len if isinstance(args.max_model_len, int) and args.max_model_len > 0 else None
     same = (
         "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size",
-        "kv_cache_dtype", "enable_prompt_embeds", "enforce_eager",
+        "kv_cache_dtype", "enable_prompt_embeds", "enforce_eager", "data_parallel_size", "enable_expert_parallel",
+        "enable_eplb",
     )  # fmt: skip
     flags_given = {name: getattr(args, name) for name in same}
-    check_options(config, Options(**flags_given, enable_lora=bool(args.enable_lora), max_model_len=length))
+    others = {"enable_lora": bool(args.enable_lora), "num_redundant_experts": args.eplb_config.num_redundant_experts}
+    check_options(config, Options(**flags_given, **others, max_model_len=length))
     if args.dtype == "auto" and "float32" in {
         str(info.dtype).removeprefix("torch.") for info in checkpoint.infos.values()
     }:

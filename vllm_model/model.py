@@ -31,7 +31,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsPP
+from vllm.model_executor.models.interfaces import MixtureOfExperts, SupportsLoRA, SupportsPP
 from vllm.model_executor.models.utils import PPMissingLayer, WeightsMapper, make_layers, maybe_prefix
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.sequence import IntermediateTensors
@@ -47,7 +47,7 @@ from tiers.vllm_model import dispatch, serving, weights
 from tiers.vllm_model.backend import TiersAttentionBackend, TiersAttentionImpl
 from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.gate import KnowledgeGate
-from tiers.vllm_model.moe import MoeFfn
+from tiers.vllm_model.moe import FusedExperts, MoeFfn
 
 logger = init_logger("vllm.tiers")
 
@@ -429,7 +429,7 @@ class TiersModel(nn.Module):
         return h
 
 
-class TiersForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
+class TiersForCausalLM(nn.Module, SupportsLoRA, SupportsPP, MixtureOfExperts):
     """The class that vLLM builds for architecture TiersForCausalLM.
 
     Keep flags of vLLM's interfaces in this file: vLLM caches them by the hash of the file that defines the class.
@@ -466,6 +466,26 @@ class TiersForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
         else:
             self.lm_head = PPMissingLayer()
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
+        self._offer_experts(vllm_config.parallel_config)
+
+    def _offer_experts(self, parallel: Any) -> None:
+        """Say what vLLM may move between ranks: nothing unless it is asked to, by --enable-eplb."""
+        found = [module for module in self.modules() if isinstance(module, FusedExperts) and module.moves]
+        self.expert_weights: Any = []
+        self.moe_layers = [module.experts for module in found]
+        self.num_moe_layers = len(found)
+        self.num_logical_experts = self.num_routed_experts = found[0].config.num_experts if found else 0
+        self.num_redundant_experts = found[0].copies if found else 0
+        self.num_physical_experts = self.num_logical_experts + self.num_redundant_experts
+        self.num_local_physical_experts = self.num_physical_experts // parallel.tensor_parallel_size
+        groups = {module.config.groups for module in found}
+        self.num_expert_groups = groups.pop() if len(groups) == 1 else 1
+        # They are layers of their own, cut by tensor parallelism.
+        self.num_shared_experts = 0
+
+    def update_physical_experts_metadata(self, num_physical_experts: int, num_local_physical_experts: int) -> None:
+        """Asked where the number of ranks changes while serving, which needs data parallelism, which is refused."""
+        raise NotImplementedError("the number of ranks that share experts cannot change while serving")
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_input_ids(input_ids)

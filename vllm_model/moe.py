@@ -51,6 +51,9 @@ class Experts(nn.Module):
         split: what each rank has: "inner", a part of every expert, or "experts", some of them whole.
     """
 
+    # Only vLLM's own layer is told where experts are after they moved.
+    moves = False
+
     def __init__(self, config: c.Moe, width: int, ranks: int, rank: int, split: str) -> None:
         super().__init__()
         whole = split == "experts"
@@ -93,12 +96,16 @@ class FusedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.correction, self.width = config, correction, width
+        parallel = vllm_config.parallel_config
+        # With --enable-eplb vLLM moves experts between ranks while it serves, and may keep some of them twice.
+        self.moves = parallel.enable_eplb
+        self.copies = parallel.eplb_config.num_redundant_experts if self.moves else 0
         # vLLM finds the weights by these names.
         self.experts = FusedMoEFactory(
             num_experts=config.num_experts, top_k=config.top_k, hidden_size=width,
             intermediate_size=config.intermediate_size, renormalize=config.renormalize, activation=config.activation,
             quant_config=vllm_config.quant_config, prefix=f"{prefix}.experts", reduce_results=False,
-            router_logits_dtype=torch.float32, **self._routing(),
+            router_logits_dtype=torch.float32, enable_eplb=self.moves, num_redundant_experts=self.copies, **self._routing(),
         )  # fmt: skip
         self.inner = config.intermediate_size // self.experts.moe_config.moe_parallel_config.tp_size
         self.first = self.experts.moe_config.moe_parallel_config.ep_rank * (
@@ -142,10 +149,12 @@ class FusedExperts(nn.Module):
         """As `Experts.load`, through vLLM's loader, which pads and places as the kernel wants it."""
         stack, part = PARTS[name]
         parameter = getattr(self.experts.routed_experts, f"{stack}_weight")
-        parameter.weight_loader(parameter, tensor, f"{stack}_weight", part, expert)
+        # Behind the experts lie the copies, which start as those of the first ones, around and around.
+        for place in range(expert, self.config.num_experts + self.copies, self.config.num_experts):
+            parameter.weight_loader(parameter, tensor, f"{stack}_weight", part, place)
 
     def matrices(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Experts.matrices`; only while the weights lie as they were loaded."""
+        """As `Experts.matrices`, copies included; only while the weights lie as they were loaded."""
         own = self.experts.routed_experts
         w13, w2 = own.w13_weight, own.w2_weight
         half = w13.shape[1] // 2
@@ -255,6 +264,8 @@ class MoeTier:
                 break
             where = f"layer {self.choice.layer}: the experts on tier {self.tier.value} {failure}"
             other = f"--tiers 'auto,{self.choice.layer}.moe=reference'"
+            if self.experts.moves:  # other tiers would not know where experts are
+                raise ServingError(f"{where}. Use another tier for it, and leave --enable-eplb out: {other}")
             if self.choice.named or not self._lies_as_loaded():
                 raise ServingError(f"{where}. Use another tier for it: {other}")
             self._use(self.choice.slower(self.tier))
@@ -264,9 +275,11 @@ class MoeTier:
     def _failure(self, like: Tensor) -> str | None:
         try:
             for count, expected in zip(PROOF, self.expected, strict=True):
-                actual = self._run(*self._inputs(count, like)).float()
-                difference, largest = (actual - expected.float()).abs().max(), expected.float().abs().max()
-                budget = BUDGET[expected.dtype]
+                actual, expected = self._run(*self._inputs(count, like)).float(), expected.float()
+                if self.experts.moves:  # a token may go to either copy of an expert, so only the sum is determined
+                    actual, expected = map(tensor_model_parallel_all_reduce, (actual, expected))
+                difference, largest = (actual - expected).abs().max(), expected.abs().max()
+                budget = BUDGET[like.dtype]
                 if not difference <= budget * largest:  # so NaN is no agreement, and zeros only of zeros are
                     error = (difference / largest).item()
                     return f"differ from the reference by {error:.3g} of the largest value (budget {budget:g})"

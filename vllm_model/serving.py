@@ -18,7 +18,7 @@ from tiers.reference.weight_map import WeightMap
 from tiers.vllm_model import compat, metrics, shadow
 from tiers.vllm_model.dispatch import Choice, Where, resolve
 from tiers.vllm_model.hf_config import TiersConfig, asked_family
-from tiers.vllm_model.plan import AUTO, TierPlan
+from tiers.vllm_model.plan import AUTO, Tier, TierPlan
 
 # vLLM prints loggers below its own name.
 logger = logging.getLogger("vllm.tiers")
@@ -42,6 +42,7 @@ class Options:
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
     enable_eplb: bool = False
+    num_redundant_experts: int = 0
 
 
 def check_options(config: ModelConfig, options: Options) -> None:
@@ -111,14 +112,43 @@ def _check_experts(config: ModelConfig, options: Options) -> None:
             "these ranks too; expected 1. Start one server per copy of the model instead"
         )
     if options.enable_eplb:
-        raise ServingError(
-            "--enable-eplb is set, but moving experts between ranks while serving is not supported yet; leave the flag out. "
-            "tiers inspect --stats says how evenly tokens fall on experts"
-        )
+        _check_moving_experts(config, options)
     if options.enable_lora:
         raise ServingError(
             f"--enable-lora is set, but layer {index} has experts, for which adapters are not supported yet. Merge the adapter "
             "into the weights instead"
+        )
+
+
+def _check_moving_experts(config: ModelConfig, options: Options) -> None:
+    if compat.device_type() == "cpu":
+        raise ServingError("--enable-eplb is set, but vLLM moves experts between GPUs only; leave the flag out")
+    ranks = options.tensor_parallel_size
+    if not options.enable_expert_parallel or ranks == 1:
+        raise ServingError(
+            "--enable-eplb is set, but there is nothing to move: experts are whole on a rank only with --enable-expert-parallel "
+            "and --tensor-parallel-size above 1"
+        )
+    sizes = {layer.ffn.num_experts: i for i, layer in enumerate(config.layers) if isinstance(layer.ffn, Moe)}
+    if len(sizes) > 1:
+        found = ", ".join(f"{size} in layer {index}" for size, index in sizes.items())
+        raise ServingError(
+            f"--enable-eplb is set, but vLLM wants the same number of experts in all layers; found {found}. Leave the flag out"
+        )
+    places = min(sizes) + options.num_redundant_experts
+    if places % ranks:
+        raise ServingError(
+            f"--eplb-config asks for {options.num_redundant_experts} redundant experts beside {min(sizes)}, which is {places} on "
+            f"{ranks} ranks; expected a multiple of {ranks}"
+        )
+
+
+def _check_moved_tiers(choices: tuple[Choice, ...]) -> None:
+    other = next((choice for choice in choices if choice.operator == "moe" and choice.tier is not Tier.FAST), None)
+    if other is not None:
+        raise ServingError(
+            f"--enable-eplb is set, but the experts of layer {other.layer} are on tier {other.tier.value}; vLLM moves only those of "
+            "its own layer, which is tier fast. Leave the flag out, or use --tiers '*.moe=fast'"
         )
 
 
@@ -173,11 +203,14 @@ def check_vllm_config(vllm_config: Any) -> None:
             data_parallel_size=parallel.data_parallel_size,
             enable_expert_parallel=parallel.enable_expert_parallel,
             enable_eplb=parallel.enable_eplb,
+            num_redundant_experts=parallel.eplb_config.num_redundant_experts,
         ),
     )
     for note in _longrope_notes(config, vllm_config.model_config.max_model_len):
         logger.warning("%s", note)
-    choose_tiers(vllm_config)
+    choices = choose_tiers(vllm_config)
+    if parallel.enable_eplb:
+        _check_moved_tiers(choices)
     shadow.options_of(vllm_config.additional_config)
     metrics.balance_rate(vllm_config.additional_config)
     from tiers.vllm_model import sampling  # imports vLLM's samplers, which nobody else here needs

@@ -120,3 +120,39 @@ def test_parts_of_the_ranks_sum_to_the_whole(split: str, ranks: int) -> None:
     given = inputs()
     parts = [tier(experts(Experts, ranks, rank, split), first=Tier.REFERENCE)(*given) for rank in range(ranks)]
     assert (sum(parts) - expected(*given)).abs().max() < 1e-5
+
+
+# ---- experts that move between ranks --------------------------------------------------------------------------------
+
+
+def test_experts_that_move_stop_instead_of_giving_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other tier would know where they are. Ranks are compared by their sums."""
+    summed = []
+    monkeypatch.setattr(moe, "tensor_model_parallel_all_reduce", lambda part: summed.append(part) or part)
+    for factor in (1.0, 1.01):
+        held = experts()
+        held.moves, held.factor = True, factor
+        served = tier(held)
+        served.remember()
+        if factor == 1.0:
+            served(*inputs())
+            assert len(summed) == 2 * len(moe.PROOF)
+        else:
+            with pytest.raises(ServingError, match=r"differ from the reference by 0.01.*leave --enable-eplb out"):
+                served(*inputs())
+
+
+def test_copies_of_experts_are_loaded_behind_them() -> None:
+    loaded = []
+
+    class Parameter:
+        def weight_loader(self, parameter: Any, tensor: Any, name: str, part: str, place: int) -> None:
+            loaded.append((name, part, place))
+
+    held = moe.FusedExperts.__new__(moe.FusedExperts)
+    parameters = type("Own", (), {"w13_weight": Parameter(), "w2_weight": Parameter()})
+    vars(held).update(config=CONFIG, copies=8, experts=type("Layer", (), {"routed_experts": parameters}))
+    for expert in (1, 5):
+        held.load(expert, "down_proj", torch.zeros(1))
+    # 6 experts and 8 copies: those of all six, and of the first two once more.
+    assert loaded == [("w2_weight", "w2", place) for place in (1, 7, 13, 5, 11)]

@@ -9,6 +9,8 @@ from tiers.reference.config import ModelConfig
 from tiers.reference.errors import ServingError
 from tiers.reference.testing.tiny import alibi_config, tiny_config
 from tiers.vllm_model import serving
+from tiers.vllm_model.dispatch import Where, resolve
+from tiers.vllm_model.plan import TierPlan
 from tiers.vllm_model.serving import Options, check_options
 
 TINY = ModelConfig.from_dict(tiny_config())
@@ -249,7 +251,7 @@ def test_expert_parallelism_without_experts_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"), [({"data_parallel_size": 2}, "--data-parallel-size is 2, but layer 1 has experts"),
                            ({"enable_lora": True}, "--enable-lora is set, but layer 1 has experts"),
-                           ({"enable_eplb": True}, "--enable-eplb is set, but moving experts")],
+                           ({"enable_eplb": True}, "vLLM moves experts between GPUs only")],
 )  # fmt: skip
 def test_what_experts_cannot_follow_is_refused(options: dict[str, Any], words: str) -> None:
     mixers = {"mixer": {**tiny_config()["mixer"], "head_map": "contiguous"}}
@@ -257,3 +259,26 @@ def test_what_experts_cannot_follow_is_refused(options: dict[str, Any], words: s
                                                layers={"0": {"ffn": {"kind": "gelu", "intermediate_size": 80}}}))  # fmt: skip
     with pytest.raises(ServingError, match=words):
         check_options(config, Options(**options))
+
+
+def test_experts_move_where_vllm_can_move_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.compat, "device_type", lambda: "cuda")
+    spread = {"enable_eplb": True, "enable_expert_parallel": True, "tensor_parallel_size": 2}
+    check_options(experts(), Options(**spread))
+    check_options(experts(), Options(**spread, num_redundant_experts=4))
+    assert_refused(
+        experts(), Options(**spread, num_redundant_experts=3), "3 redundant experts beside 6", "a multiple of 2"
+    )
+    assert_refused(experts(), Options(enable_eplb=True), "nothing to move")
+    assert_refused(experts(), Options(enable_eplb=True, tensor_parallel_size=2), "nothing to move")
+    ffn = {"kind": "moe", "num_experts": 6, "top_k": 2, "intermediate_size": 40}
+    uneven = ModelConfig.from_dict(tiny_config(ffn=ffn, layers={"1": {"ffn": {"num_experts": 8}}}))
+    assert_refused(uneven, Options(**spread), "the same number of experts in all layers", "6 in layer 3, 8 in layer 1")
+
+
+def test_only_experts_of_vllms_own_layer_move() -> None:
+    config = experts()
+    cuda = Where("cuda", 16, "bfloat16", width=64)
+    serving._check_moved_tiers(resolve(config, TierPlan.parse("reference,*.moe=fast", config), cuda))
+    with pytest.raises(ServingError, match="experts of layer 2 are on tier reference"):
+        serving._check_moved_tiers(resolve(config, TierPlan.parse("*.moe=fast,2.moe=reference", config), cuda))
