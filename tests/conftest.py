@@ -15,6 +15,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Files run side by side. Threads of both on every core wait for each other: small models took 2 to 7 times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # Every process that compiles would start helpers, which import torch; the core is busy as it is.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -52,6 +52,7 @@ class Options:
         layers: only these; None for all.
         operators: whether operators are also checked by themselves.
         engine: whether vLLM runs the model; else our reference does, in the dtype served.
+        answers: compare only what the model says, not its layers.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class Options:
     layers: tuple[int, ...] | None = None
     operators: bool = True
     engine: bool = True
+    answers: bool = False
 
 
 @dataclass
@@ -111,8 +113,12 @@ def run(options: Options, jsonl: Path | None = None, page: Path | None = None) -
     return EXIT[report.verdict]
 
 
-def check(options: Options) -> Report:
+def check(options: Options, reference: Reference | None = None) -> Report:
     """Run the engine and compare it.
+
+    Args:
+        options: what to check.
+        reference: from `make_reference` with the same options, where it was made before.
 
     Raises:
         TiersError: see `run`.
@@ -120,16 +126,21 @@ def check(options: Options) -> Report:
     opened = open_model(options.folder, options.family)
     compat.name_family(options.family)
     config = opened.config
-    dtype = options.dtype or ("bfloat16" if _device() == "cuda" else "float32")
+    dtype = served_dtype(options)
     choices = resolve(config, TierPlan.parse(options.plan, config), Where(_device(), PAGE, dtype))
     prompts = read_prompts(options, config)
     longest = min(config.max_position_embeddings, max(map(len, prompts)) + 2 * NEW_TOKENS + PAGE)
-    reference = make_reference(options, dtype)
+    reference = reference or make_reference(options, dtype)
     if not options.engine:
         own = make_reference(replace(options, against="reference"), dtype)
         return compare(options, ReferenceEngine(own.noisy), reference, prompts, choices)
     with running(options.folder, options.plan, dtype, longest, options.ranks) as engine:
         return compare(options, engine, reference, prompts, choices)
+
+
+def served_dtype(options: Options) -> str:
+    """The dtype of the engine."""
+    return options.dtype or ("bfloat16" if _device() == "cuda" else "float32")
 
 
 def compare(
@@ -300,6 +311,9 @@ class _Session:
             logits = torch.cat((expected.noisy_logits[:skip].float().cpu(), logits))
         if self.options.against == check_against.NATIVE:
             self.later.append((expected, logits, ids, case))
+            return
+        if self.options.answers:
+            self.report.rows += check_layers.logprobs(self.reference, expected, logits, ids, case)
             return
         rows = check_layers.accumulated(self.reference, expected, record)
         if self.options.against != check_against.TRANSFORMERS:

@@ -59,7 +59,8 @@ def bisect(options: check.Options) -> Found:
         TiersError: see `check.check`.
     """
     options = replace(options, operators=False, layers=None)
-    report = check.check(options)
+    reference = check.make_reference(options, check.served_dtype(options))
+    report = check.check(options, reference)
     if report.verdict is not Verdict.FAIL:
         return Found(report.verdict, None, options.plan, 1)
     runs = 1
@@ -67,7 +68,8 @@ def bisect(options: check.Options) -> Found:
     def right(units: Sequence[Unit]) -> bool:
         nonlocal runs
         runs += 1
-        return symptom(check.check(replace(options, plan=with_reference(options.plan, units))).rows) is not Verdict.FAIL
+        tried = replace(options, plan=with_reference(options.plan, units), answers=True)
+        return symptom(check.check(tried, reference).rows) is not Verdict.FAIL
 
     everything = units_of(options)
     if symptom(report.rows) is not Verdict.FAIL:

@@ -175,11 +175,29 @@ def running(
     }  # fmt: skip
     if not torch.cuda.is_available():
         arguments["kv_cache_memory_bytes"] = 2**30
-    engine = LLM(**{**arguments, **options})
+    with _heap_aside():
+        engine = LLM(**{**arguments, **options})
+        try:
+            yield CheckedEngine(engine)
+        finally:
+            engine.llm_engine.engine_core.shutdown()
+            del engine
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def _heap_aside() -> Iterator[None]:
+    """Keep what lives now, all that was imported, out of Python's garbage collections until the block ends.
+
+    vLLM makes seven for an engine that starts and ends, each of a second or two; it also thaws what others have frozen.
+    """
+    freeze, unfreeze = gc.freeze, gc.unfreeze
+    gc.collect()
+    freeze()
+    gc.freeze = gc.unfreeze = lambda: None
     try:
-        yield CheckedEngine(engine)
+        yield
     finally:
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        gc.freeze, gc.unfreeze = freeze, unfreeze
+        unfreeze()

@@ -93,12 +93,12 @@ def _say_perplexity(folder: Path, cache: Path, say: Any) -> None:
     )
 
 
-def perplexities(folder: Path) -> tuple[float, float]:
-    """Perplexity of the demo checkpoint over a real text, as it is and with every layer dense."""
+def perplexities(folder: Path, tokens: int = TEXT_TOKENS) -> tuple[float, float]:
+    """Perplexity of the demo checkpoint over the first tokens of a real text, as it is and with every layer dense."""
     from tiers.reference.load import load_model
     from tiers.reference.text import load_tokenizer
 
-    ids = load_tokenizer(folder).encode(demo_model.real_text())[:TEXT_TOKENS]
+    ids = load_tokenizer(folder).encode(demo_model.real_text())[:tokens]
     model = load_model(folder)
     sparse = demo_model.perplexity(model, ids)
     demo_model.set_pattern(model, Dense())

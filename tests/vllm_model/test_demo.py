@@ -94,8 +94,9 @@ def test_the_demo_checkpoint_on_vllm_equals_the_reference(
 
 
 def test_perplexity_stays_within_three_percent_of_dense(folders: tuple[Path, Path]) -> None:
-    sparse, dense = demo.perplexities(folders[0])
-    assert dense == pytest.approx(11.71, abs=0.05)
+    # Half of what `make demo` measures.
+    sparse, dense = demo.perplexities(folders[0], tokens=2048)
+    assert dense == pytest.approx(11.88, abs=0.05)
     assert dense < sparse <= 1.03 * dense
 
 

@@ -1,4 +1,7 @@
-"""Engines in processes of their own: tensor and pipeline parallel, compiled by vLLM, with a LoRA adapter."""
+"""Engines in processes of their own: tensor and pipeline parallel, compiled by vLLM, with a LoRA adapter.
+
+Ranks that vLLM starts itself are in test_check.py, with one process for each.
+"""
 
 import json
 from collections.abc import Callable
@@ -91,47 +94,28 @@ def test_two_ranks_match_the_reference(name: str, on_two_ranks: dict[str, dict[s
             assert counts["moe compiled"] == counts["moe fast"] == counts["moe reference"] > 0
 
 
-def test_ranks_that_vllm_starts_itself_match_the_reference(serve_jobs: Serve, tmp_path: Path) -> None:
-    own = job(tmp_path, tiny_config(), **EAGER, **MP, tensor_parallel_size=2)
-    (result,) = serve_jobs([own], VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    assert result["error"] <= LOGPROB_BUDGET
-
-
 def test_pipeline_stages_match_the_reference(serve_jobs: Serve, tmp_path: Path) -> None:
     # On the CPU vLLM prepares the buffers between stages only when it compiles; Dynamo alone is the quick way.
     options = {"compilation_config": {"backend": "eager"}, "pipeline_parallel_size": 2, **MP}
     # A gate on the second stage only.
     layers = {"1": {"gate": {"mode": "mix", "source": "token"}}}
     own = job(tmp_path / "model", tiny_config(num_hidden_layers=2, layers=layers), **options)
-    (result,) = serve_jobs([own], VLLM_CACHE_ROOT=str(tmp_path / "cache"), **COMPILING)
+    (result,) = serve_jobs([own], VLLM_DISABLE_COMPILE_CACHE="1", **COMPILING)
     assert result["error"] <= LOGPROB_BUDGET
 
 
-# ---- compiled -------------------------------------------------------------------------------------------------------
+# ---- one rank, with torch.compile ------------------------------------------------------------------------------------
 
 
-def test_every_operator_inside_what_vllm_compiles_matches_the_reference(serve_jobs: Serve, tmp_path: Path) -> None:
-    """One layer on the reference, one on faster tiers. Had Inductor looked into the operators, they would not have been
-    called."""
+@pytest.fixture(scope="module")
+def on_one_rank(serve_jobs: Serve, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("one-rank")
     layer = {
         "ffn": {"kind": "moe", "num_experts": 4, "top_k": 2, "intermediate_size": 32},
         "gate": {"mode": "sigmoid", "source": "bank", "slots": 5},
     }
-    config = tiny_config(num_hidden_layers=2, layers={"0": layer, "1": layer})
-    plan = "reference,1.attention=compiled,1.gate=compiled,1.moe=fast"
-    own = job(tmp_path / "model", config, additional_config={"tiers": plan})
-    (result,) = serve_jobs([own], VLLM_CACHE_ROOT=str(tmp_path / "cache"), **COMPILING)
-    assert result["error"] <= LOGPROB_BUDGET
-    (counts,) = result["counts"]
-    assert set(counts) == {f"{name} reference" for name in ("attention", "gate", "moe")} | {
-        "attention compiled", "gate compiled", "moe fast",
-    }  # fmt: skip
-    for name, tier in (("attention", "compiled"), ("gate", "compiled"), ("moe", "fast")):
-        assert counts[f"{name} reference"] == counts[f"{name} {tier}"] > 0
-
-
-def test_auto_on_the_cpu_is_the_compiled_tier_unless_vllm_has_a_kernel(serve_jobs: Serve, tmp_path: Path) -> None:
-    """Also where nothing of vLLM's knows the positions, dense or not."""
+    every = tiny_config(num_hidden_layers=2, layers={"0": layer, "1": layer})
+    plan = {"tiers": "reference,1.attention=compiled,1.gate=compiled,1.moe=fast"}
     small = tiny_config(
         # Heads of a size that vLLM's attention for the CPU was built for.
         mixer={**tiny_config()["mixer"], "head_dim": 32}, num_hidden_layers=2,
@@ -147,24 +131,58 @@ def test_auto_on_the_cpu_is_the_compiled_tier_unless_vllm_has_a_kernel(serve_job
             "1": {"mixer": {"position": {"kind": "t5", "num_buckets": 8, "max_distance": 20, "shared": True}}},
         },
     }
-    options = {**EAGER, "block_size": 32, "additional_config": {"tiers": "auto"}}
-    jobs = [job(tmp_path / str(i), config, **options) for i, config in enumerate((small, positions))]
-    results = serve_jobs(jobs, **COMPILING)
-    assert all(result["error"] <= LOGPROB_BUDGET for result in results)
-    (counts,), (of_positions,) = (result["counts"] for result in results)
+    auto = {**EAGER, "block_size": 32, "additional_config": {"tiers": "auto"}}
+    jobs = {
+        "adapter": adapter_job(root),
+        "auto": job(root / "auto", small, **auto),
+        "auto, other positions": job(root / "positions", positions, **auto),
+        "compiled by vLLM": job(root / "every", every, additional_config=plan),
+    }
+    # Nothing that an earlier run has compiled.
+    results = serve_jobs(list(jobs.values()), VLLM_DISABLE_COMPILE_CACHE="1", **COMPILING)
+    return dict(zip(jobs, results, strict=True))
+
+
+def test_every_operator_inside_what_vllm_compiles_matches_the_reference(on_one_rank: dict[str, dict[str, Any]]) -> None:
+    """One layer on the reference, one on faster tiers. Had Inductor looked into the operators, they would not have been
+    called."""
+    result = on_one_rank["compiled by vLLM"]
+    assert result["error"] <= LOGPROB_BUDGET
+    (counts,) = result["counts"]
+    assert set(counts) == {f"{name} reference" for name in ("attention", "gate", "moe")} | {
+        "attention compiled", "gate compiled", "moe fast",
+    }  # fmt: skip
+    for name, tier in (("attention", "compiled"), ("gate", "compiled"), ("moe", "fast")):
+        assert counts[f"{name} reference"] == counts[f"{name} {tier}"] > 0
+
+
+def test_auto_on_the_cpu_is_the_compiled_tier_unless_vllm_has_a_kernel(on_one_rank: dict[str, dict[str, Any]]) -> None:
+    result = on_one_rank["auto"]
+    assert result["error"] <= LOGPROB_BUDGET
+    (counts,) = result["counts"]
     assert set(counts) == {"attention compiled", "gate compiled"}
     assert counts["attention compiled"] == counts["gate compiled"]
-    assert set(of_positions) == {"attention compiled"}
 
 
-# ---- LoRA -----------------------------------------------------------------------------------------------------------
+def test_auto_takes_the_compiled_tier_for_positions_that_vllm_does_not_know(
+    on_one_rank: dict[str, dict[str, Any]],
+) -> None:
+    """Dense or not."""
+    result = on_one_rank["auto, other positions"]
+    assert result["error"] <= LOGPROB_BUDGET
+    assert [set(counts) for counts in result["counts"]] == [{"attention compiled"}]
 
 
-def test_lora_adapter_equals_merged_weights(serve_jobs: Serve, tmp_path: Path) -> None:
+def test_lora_adapter_equals_merged_weights(on_one_rank: dict[str, dict[str, Any]]) -> None:
+    assert on_one_rank["adapter"]["error"] <= LOGPROB_BUDGET
+
+
+def adapter_job(root: Path) -> dict[str, Any]:
+    """A model with an adapter, and the same with the adapter merged into its weights."""
     config = tiny_config()
     config["mixer"] = {**config["mixer"], "head_map": "contiguous"}
     state = tiny_model(config).state_dict()
-    folder = save_model(tmp_path / "model", config, state)
+    folder = save_model(root / "model", config, state)
     generator = torch.Generator().manual_seed(1)
     rank, alpha = 4, 8
     adapter = {}
@@ -181,8 +199,8 @@ def test_lora_adapter_equals_merged_weights(serve_jobs: Serve, tmp_path: Path) -
         adapter[f"base_model.model.{module}.lora_A.weight"] = a
         adapter[f"base_model.model.{module}.lora_B.weight"] = b
         state[f"{module}.weight"] = state[f"{module}.weight"] + alpha / rank * b @ a
-    merged = save_model(tmp_path / "merged", config, state)
-    lora = tmp_path / "adapter"
+    merged = save_model(root / "merged", config, state)
+    lora = root / "adapter"
     lora.mkdir()
     save_file(adapter, lora / "adapter_model.safetensors")
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -190,6 +208,4 @@ def test_lora_adapter_equals_merged_weights(serve_jobs: Serve, tmp_path: Path) -
         json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets})
     )
     options = {**EAGER, "enable_lora": True, "max_lora_rank": 8}
-    own = {"folder": str(folder), "options": options, "adapter": str(lora), "merged": str(merged)}
-    (result,) = serve_jobs([own])
-    assert result["error"] <= LOGPROB_BUDGET
+    return {"folder": str(folder), "options": options, "adapter": str(lora), "merged": str(merged)}
