@@ -1,6 +1,6 @@
 """Experts inside vLLM: every tier gives the log-probabilities of the reference model, and what ran is what was planned.
 
-In one process, where torch.compile is off; several ranks and the compiled tier are in test_moe_parallel.py.
+In one process, where torch.compile is off; several ranks and the compiled tier are in test_engine_parallel.py.
 """
 
 from collections import Counter
