@@ -41,11 +41,14 @@ def test_completion_matches_reference(server: Server) -> None:
 
 def test_chat_streams(server: Server) -> None:
     messages = [{"role": "user", "content": "How are you?"}]
-    with server.post("/v1/chat/completions", messages=messages, max_tokens=8, stream=True, ignore_eos=True) as response:
-        chunks = [line for line in response if line.startswith(b"data: {")]
+    asked = {"messages": messages, "max_tokens": 8, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    with server.post("/v1/chat/completions", stream=True, **asked) as response:
+        lines = [line for line in response if line.startswith(b"data: {")]
+    *chunks, last = [json.loads(line.removeprefix(b"data: ")) for line in lines]
     # vLLM puts tokens together when the reader is slow, so not one chunk for each of the eight.
     assert len(chunks) >= 3
-    assert json.loads(chunks[-1].removeprefix(b"data: "))["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert last["usage"]["completion_tokens"] == 8
 
 
 def test_two_requests_at_once_get_their_own_answers(server: Server) -> None:
