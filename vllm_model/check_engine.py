@@ -162,6 +162,8 @@ def running(
     environment |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if ranks == 1 else "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        # This process has computed on the CPU; see `forked.apart`.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     for name, value in environment.items():
         os.environ.setdefault(name, value)

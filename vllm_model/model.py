@@ -46,6 +46,7 @@ from tiers.reference.positions import learned, rotation
 from tiers.vllm_model import dispatch, serving, weights
 from tiers.vllm_model.backend import TiersAttentionBackend, TiersAttentionImpl
 from tiers.vllm_model.dispatch import Choice
+from tiers.vllm_model.forked import apart
 from tiers.vllm_model.gate import KnowledgeGate
 from tiers.vllm_model.moe import FusedExperts, MoeFfn
 
@@ -125,10 +126,14 @@ def _make_rope(
     """One layer per kind of positions: its table can be larger than the weights of a model's layer."""
     rotary, half = position.rotary_dim(head_dim), position.style == "half"
     layer = Rotary(head_dim, rotary, max_positions, position.theta, half, dtype, init_cache=False)
-    with torch.device("cpu"):
-        table = rope_table(position, head_dim, max_positions)
-    layer.register_buffer("cos_sin_cache", table.to(device, dtype), persistent=False)
+    table = apart(_rope_table, position, head_dim, max_positions, dtype)
+    layer.register_buffer("cos_sin_cache", table.to(device), persistent=False)
     return layer
+
+
+def _rope_table(position: c.Rope, head_dim: int, max_positions: int, dtype: torch.dtype) -> Tensor:
+    with torch.device("cpu"):
+        return rope_table(position, head_dim, max_positions).to(dtype)
 
 
 class _Attention(Attention):
@@ -201,7 +206,7 @@ class TiersAttention(nn.Module):
         own = {name: getattr(self, name) for name in learned(config.position, config.num_heads)}
         if self.owner:
             own["t5_bias"] = self.owner[0].t5_bias
-        whole = bias_of(config.position, config.num_heads, config.head_dim, self.max_positions, own, self.device)
+        whole = apart(bias_of, config.position, config.num_heads, config.head_dim, self.max_positions, own, self.device)
         # Of all heads, then cut: a rank's bias depends on where its heads stand in the whole model.
         first = get_tensor_model_parallel_rank() * self.num_heads
         return None if whole is None else whole.arranged(self.layout).part(first, first + self.num_heads)
@@ -504,7 +509,8 @@ class TiersForCausalLM(nn.Module, SupportsLoRA, SupportsPP, MixtureOfExperts):
         return self.logits_processor(self.lm_head, hidden_states, bias)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-        filled = weights.load(self, self.config, mapped(self.weight_map, tensors), strict=self.quant_config is None)
+        named = mapped(self.weight_map, tensors)
+        filled = apart(weights.load, self, self.config, named, self.quant_config is None)
         for module in self.modules():
             if isinstance(module, KnowledgeGate):
                 module.prove()
