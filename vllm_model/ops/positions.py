@@ -33,11 +33,10 @@ def precision(dtype: torch.dtype, decay_D: Tensor | None) -> str:
     """How products of matrices in float32 are made.
 
     Three tf32 products stand for one in float32 and err by about as much; products in plain float32 unroll into code that
-    takes minutes to compile. Scaled queries and keys of xPos are float32 whatever was cached: tf32 has three more bits than
-    bfloat16, but no more than float16.
+    takes minutes to compile. Scaled queries and keys of xPos are float32 whatever was cached, and with one tf32 product
+    top-k chose other keys than the reference does, in bfloat16 too.
     """
-    exact = dtype == torch.float32 or (decay_D is not None and dtype == torch.float16)
-    return "tf32x3" if exact else "tf32"
+    return "tf32x3" if dtype == torch.float32 or decay_D is not None else "tf32"
 
 
 @triton.jit
