@@ -225,7 +225,9 @@ class TiersAttentionImpl(AttentionImpl):
         self.proved = True
         options = self.options()
         while self.tier is not Tier.REFERENCE:
-            failure = self_check(self.paged_attention, kv_cache, self.num_heads, self.longest, **options)
+            failure = self_check(
+                self.paged_attention, kv_cache, self.num_heads, self.longest, self.most_tokens, **options
+            )
             if failure is None:
                 break
             where = f"layer {self.choice.layer}: attention on tier {self.tier.value} {failure}"

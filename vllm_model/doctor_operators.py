@@ -172,7 +172,7 @@ def _attention(check: Check) -> str | None:
     if compiles:
         heads, kv_heads, size = SHAPES[0]
         cache = torch.zeros(5, kv_heads, PAGE, 2 * size, dtype=dtype, device=check.device)
-        return self_check(function, cache, heads, 512, **options)
+        return self_check(function, cache, heads, 512, 256, **options)
     return None
 
 

@@ -23,16 +23,21 @@ BUDGET = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 TOKENS = (1, 17, 64, 100, 257)
 
 
+# Scores that the reference holds at most for the sake of a check.
+MOST_SCORES = 2**24
+
+
 def self_check(
-    function: Callable[..., Tensor], cache_BKNC: Tensor, heads: int, longest: int, **options: Any
+    function: Callable[..., Tensor], cache_BKNC: Tensor, heads: int, longest: int, tokens: int, **options: Any
 ) -> str | None:
-    """Run one decode and one prefill batch on both implementations.
+    """Run a decode batch, a prefill batch, and for top-k a part of a prompt on both implementations.
 
     Args:
         function: the tier's `paged_attention`.
         cache_BKNC: the live cache of a layer; the same after the call as before.
         heads: query heads.
         longest: context at most.
+        tokens: query tokens of a step at most.
         options: as of `paged_attention`.
 
     Returns:
@@ -44,7 +49,7 @@ def self_check(
         return None  # nothing to borrow
     saved = cache_BKNC[blocks].clone()
     try:
-        return _compare(function, cache_BKNC, blocks, heads, longest, options)
+        return _compare(function, cache_BKNC, blocks, heads, longest, tokens, options)
     except Exception as error:  # whatever a compiler or driver raises: the tier cannot serve
         return f"failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
     finally:
@@ -89,6 +94,7 @@ def _compare(
     blocks: Tensor,
     heads: int,
     longest: int,
+    most_tokens: int,
     options: dict[str, Any],
 ) -> str | None:
     _, _, page, width = cache_BKNC.shape
@@ -99,9 +105,16 @@ def _compare(
 
     cache_BKNC[blocks] = randn(*cache_BKNC[blocks].shape)
     # Long enough for a selection to leave something out. The three blocks are repeated, so that many keys tie.
-    pages = max(3, -(-min(_candidates(options["pattern"]) + 2 * page, longest) // page))
-    length = pages * page - 3
-    for queries in ([1, 1], [5, 1]):
+    pattern = options["pattern"]
+    pages = max(3, -(-min(_candidates(pattern) + 2 * page, longest) // page))
+    batches = [([1, 1], pages), ([5, 1], pages)]
+    # Top-k has other kernels for as many rows as the matrix unit takes at once, and four times the keys that are kept.
+    many = max(pages, -(-min(2 * _candidates(pattern) + 2 * page, longest) // page))
+    rows = min(128 * cache_BKNC.shape[1] // heads + 8, most_tokens - 1, many * page - 3)
+    if isinstance(pattern, TopK) and rows > 5 and rows * heads * many * page <= MOST_SCORES:
+        batches.append(([rows, 1], many))
+    for queries, pages in batches:
+        length = pages * page - 3
         starts = torch.tensor([0, queries[0], sum(queries)], dtype=torch.int32, device=cache_BKNC.device)
         lengths = torch.tensor([length, page + 1], dtype=torch.int32, device=cache_BKNC.device)
         order = torch.arange(pages, device=blocks.device) % len(blocks)

@@ -161,6 +161,10 @@ def off_by_a_little(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return paged_attention(query, *args, **options) * 1.01
 
 
+def off_in_prompts(query: Tensor, cache: Tensor, batch: Any, **options: Any) -> Tensor:
+    return paged_attention(query, cache, batch, **options) * (1.01 if batch.max_query > 5 else 1.0)
+
+
 def does_not_compile(*args: Any, **options: Any) -> Tensor:
     raise RuntimeError("out of resource: shared memory")
 
@@ -195,7 +199,11 @@ def test_a_tier_that_agrees_with_the_reference_serves(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [(off_by_a_little, "differs from the reference by 0.01"), (does_not_compile, "out of resource: shared memory")],
+    [
+        (off_by_a_little, "differs from the reference by 0.01"),
+        (off_in_prompts, "differs from the reference by 0.01"),
+        (does_not_compile, "out of resource: shared memory"),
+    ],
 )
 def test_under_auto_a_tier_that_fails_takes_its_layer_down(
     function: Any, reason: str, monkeypatch: pytest.MonkeyPatch

@@ -142,6 +142,23 @@ def test_experts_that_move_stop_instead_of_giving_way(monkeypatch: pytest.Monkey
                 served(*inputs())
 
 
+@pytest.mark.parametrize("first", [0, 2, 4, 6, 8])
+def test_copies_count_once_in_what_the_reference_computes(first: int) -> None:
+    """Places of experts on ranks of 4: six experts, and behind them copies of the first ones, which others compute."""
+    held, whole = experts(), experts()
+    places = torch.arange(first, first + 4) % 6
+    held.w13, held.w2 = (torch.nn.Parameter(w[places], requires_grad=False) for w in (whole.w13, whole.w2))
+    held.first = first
+    served = tier(held)
+    served.remember()
+    weight = whole.matrices()[2]
+    for count, actual in zip(moe.PROOF, served.expected, strict=True):
+        hidden, logits = served._inputs(count, weight)
+        own = [matrix[first:6][:4] for matrix in whole.matrices()]
+        part = reference(hidden, logits, None, *own, CONFIG, first) if len(own[0]) else torch.zeros_like(hidden)
+        assert torch.equal(actual, part)
+
+
 def test_copies_of_experts_are_loaded_behind_them() -> None:
     loaded = []
 

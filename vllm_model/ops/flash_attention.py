@@ -18,7 +18,7 @@ from tiers.reference.ops.bias import Bias
 from tiers.reference.ops.paged_attention import Batch
 from tiers.vllm_model.ops import workspace
 from tiers.vllm_model.ops.positions import arguments, biased, decayed, heads_of_bias, precision
-from tiers.vllm_model.ops.topk_attention import MERGE_PARTS, TARGET_PROGRAMS, VARYING, _capped, _merge, early_launch
+from tiers.vllm_model.ops.topk_kernels import MERGE_PARTS, TARGET_PROGRAMS, VARYING, _capped, _merge, early_launch
 
 # Keys per step, and rows (query tokens times heads of a group) per program of a prompt.
 BLOCK_S, PROMPT_ROWS = 64, 128

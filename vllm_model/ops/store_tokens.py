@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tiers.vllm_model.ops.topk_attention import early_launch
+from tiers.vllm_model.ops.topk_kernels import early_launch
 
 
 def store_tokens(key_TKD: Tensor, value_TKD: Tensor, cache_BKNC: Tensor, slots_T: Tensor) -> None:

@@ -24,12 +24,19 @@ provide: Callable[[int, torch.device], Tensor] = _allocate
 
 def take(device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
     """Uninitialised tensors of these shapes, valid until the next call."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
-    buffer = provide(offsets[-1], device)
-    return [
-        buffer[offset : offset + size].view(dtype).view(shape)
-        for (shape, dtype), size, offset in zip(wanted, sizes, offsets, strict=False)
-    ]
+    return cut(provide(bytes_of(*wanted), device), *wanted)
+
+
+def bytes_of(*wanted: tuple[tuple[int, ...], torch.dtype]) -> int:
+    """What `cut` needs for these shapes."""
+    return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in wanted)
+
+
+def cut(buffer: Tensor, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
+    """Tensors of these shapes, one after another in a buffer of bytes."""
+    tensors, offset = [], 0
+    for shape, dtype in wanted:
+        size = math.prod(shape) * dtype.itemsize
+        tensors.append(buffer[offset : offset + size].view(dtype).view(shape))
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
+    return tensors
