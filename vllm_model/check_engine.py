@@ -1,6 +1,5 @@
 """A vLLM engine in this process (or its workers) whose layers are recorded, for `tiers check`."""
 
-import gc
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -167,9 +166,6 @@ def running(
     }
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     arguments: dict[str, Any] = {
         "model": str(folder), "config_format": compat.CONFIG_FORMAT, "additional_config": {"tiers": plan}, "dtype": dtype,
         "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": longest, "max_num_batched_tokens": STEP,
@@ -177,29 +173,5 @@ def running(
     }  # fmt: skip
     if not torch.cuda.is_available():
         arguments["kv_cache_memory_bytes"] = 2**30
-    with _heap_aside():
-        engine = LLM(**{**arguments, **options})
-        try:
-            yield CheckedEngine(engine)
-        finally:
-            engine.llm_engine.engine_core.shutdown()
-            del engine
-            gc.collect()
-            cleanup_dist_env_and_memory()
-
-
-@contextmanager
-def _heap_aside() -> Iterator[None]:
-    """Keep what lives now, all that was imported, out of Python's garbage collections until the block ends.
-
-    vLLM makes seven for an engine that starts and ends, each of a second or two; it also thaws what others have frozen.
-    """
-    freeze, unfreeze = gc.freeze, gc.unfreeze
-    gc.collect()
-    freeze()
-    gc.freeze = gc.unfreeze = lambda: None
-    try:
-        yield
-    finally:
-        gc.freeze, gc.unfreeze = freeze, unfreeze
-        unfreeze()
+    with compat.engine(**{**arguments, **options}) as engine:
+        yield CheckedEngine(engine)

@@ -3,10 +3,12 @@
 Importing this module does not import vLLM.
 """
 
+import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ FAMILY = "TIERS_FAMILY"
 TESTED = ((0, 32),)
 
 _library: Any = None
+
+# Before anybody replaced it, see `heap_aside`.
+_freeze = gc.freeze
 
 
 def vllm_version() -> str | None:
@@ -156,6 +161,48 @@ def scratch(size: int, device: Any) -> Any:
 def set_keep_weight(linear: Any) -> None:
     """Keep `linear.weight` readable. vLLM's CPU build packs the weights of linear layers and empties the parameter."""
     linear._cpu_skip_gemm_dispatch = True
+
+
+@contextmanager
+def engine(**arguments: Any) -> Iterator[Any]:
+    """vLLM's LLM, which ends with the block and leaves the process fit for another one.
+
+    Args:
+        arguments: of the LLM.
+
+    Raises:
+        TiersError: the model or an argument was refused.
+    """
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with heap_aside():
+        llm = LLM(**arguments)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def heap_aside() -> Iterator[None]:
+    """Keep what lives now, all that was imported, out of Python's garbage collections until the block ends.
+
+    vLLM makes seven for an engine that starts and ends in a process, each of a second or two; it also thaws what others
+    have frozen.
+    """
+    outer = gc.freeze, gc.unfreeze
+    gc.collect()
+    _freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+    try:
+        yield
+    finally:
+        gc.freeze, gc.unfreeze = outer
+        gc.unfreeze()
 
 
 def parse_serve(arguments: Sequence[str]) -> tuple[Any, Any]:

@@ -128,9 +128,6 @@ def engine_here(options: Options, config: ModelConfig) -> Iterator[Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_COLOR": "0"}.items():
         os.environ.setdefault(name, value)
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     length = options.prompt_len + options.output_len
     arguments: dict[str, Any] = {
         "model": str(options.folder), "config_format": compat.CONFIG_FORMAT, "dtype": options.dtype, "seed": 0,
@@ -144,14 +141,8 @@ def engine_here(options: Options, config: ModelConfig) -> Iterator[Any]:
         per_token = sum(2 * mixer.num_kv_heads * mixer.head_dim for mixer in config.mixers)
         tokens = 128 * (options.batch * -(-length // 128) + 8)
         arguments["kv_cache_memory_bytes"] = tokens * per_token * getattr(torch, options.dtype).itemsize
-    engine = LLM(**arguments)
-    try:
+    with compat.engine(**arguments) as engine:
         yield engine
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-        gc.collect()
-        cleanup_dist_env_and_memory()
 
 
 def itself(model: Any) -> Any:

@@ -1,7 +1,6 @@
 """Compare a vLLM engine, or a server, with the reference model by log-probabilities. Imports vLLM inside functions."""
 
 import atexit
-import gc
 import json
 import os
 import socket
@@ -10,7 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tiers.reference.model import ReferenceModel
+from tiers.vllm_model import compat
 from tiers.vllm_model.check_choices import watched
 
 # Tokens generated after each prompt.
@@ -80,20 +80,14 @@ def decided_rows(margin: float) -> Iterator[Callable[[], float]]:
         yield close.first
 
 
-_freeze = gc.freeze
-# What stays frozen to the end is reported as leaked by extension modules.
-atexit.register(gc.unfreeze)
+# To the end: what stays frozen then is reported as leaked by extension modules.
+_kept = ExitStack()
+atexit.register(_kept.close)
 
 
 def keep_heap() -> None:
-    """Hide all that lives now from Python's collector for good.
-
-    vLLM collects garbage seven times for an engine that starts and ends in a process, among all that was ever imported
-    there, which takes about a second each time; it also thaws what others have frozen.
-    """
-    gc.collect()
-    _freeze()
-    gc.freeze = gc.unfreeze = lambda: None
+    """As `compat.heap_aside`, for good; may be called again after more was imported."""
+    _kept.enter_context(compat.heap_aside())
 
 
 def dispatch_counts(_model: Any) -> dict[str, int]:

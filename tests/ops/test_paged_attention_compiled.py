@@ -36,6 +36,11 @@ TOPK = {"scale": 0.3, "pattern": PATTERNS["topk"]}
 pytestmark = pytest.mark.usefixtures("compiling")
 
 
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "compiled", lambda function, variant, **fixed: partial(function, **fixed))
+
+
 def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -88,10 +93,9 @@ def test_a_session_compiles_twice() -> None:
 @pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("head_map", [None, (0, 0, 0, 1)], ids=["contiguous", "unequal"])
 def test_what_is_compiled_knows_every_kind_of_positions(
-    monkeypatch: pytest.MonkeyPatch, head_map: Any, position: Position, pattern: Any
+    uncompiled: None, head_map: Any, position: Position, pattern: Any
 ) -> None:
     # Compiling all of these takes many minutes; the next test compiles some.
-    monkeypatch.setattr(module, "compiled", lambda function, variant, **fixed: partial(function, **fixed))
     options = {"scale": 0.3, "pattern": pattern, "head_map": head_map, **position_options(position, 4, 20, 700)}
     for requests in (BATCHES["decodes"], [(1, 40), (7, 7), (13, 60), (1, 1), (9, 700)]):
         inputs = make_batch(requests, 16, "HND").sharing()
@@ -124,16 +128,14 @@ def test_compiled_matches_the_reference_with_other_positions(
     assert graphs() - before == 2
 
 
-def test_xpos_in_16_bits_errs_no_more_than_eager_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "compiled", lambda function, variant, **fixed: partial(function, **fixed))
+def test_xpos_in_16_bits_errs_no_more_than_eager_does(uncompiled: None) -> None:
     inputs = make_batch([(1, 40), (20, 300)], 16, "HND", dtype=torch.bfloat16)
     options = {**TOPK, **position_options(POSITIONS["xpos"], 4, 20, 300)}
     exact = reference(inputs.query_THD.double(), inputs.cache_BKNC.double(), inputs.batch, **options)
     assert_within_budget(run(inputs, **options), expect(inputs, **options), exact)
 
 
-def test_xpos_is_exact_behind_128k_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "compiled", lambda function, variant, **fixed: partial(function, **fixed))
+def test_xpos_is_exact_behind_128k_tokens(uncompiled: None) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         inputs = make_batch([(3, 2**17)], 128, "HND", 1, 1, 16, dtype)
         options = {"scale": 1.0, "pattern": Dense(), "decay_D": xpos_decay(Xpos(), 16)}
