@@ -149,11 +149,13 @@ SYMPTOMS = (
             "the folder of compiled code is not kept: a new container each time",
             "a new shape after the start, which compiles again",
             "weights read over a slow network",
+            "it never ends: a script computed on the CPU before LLM(...), and vLLM forked its workers",
         ),
         (
             ("tiers doctor", "how far compiling gets; the second run is fast if the results are kept"),
             ("tiers serve DIR", "the log says when weights are read and when it compiles"),
             ("tiers plan DIR", "layers on the compiled tier, the slowest to compile"),
+            ("VLLM_WORKER_MULTIPROC_METHOD=spawn", "if the script then starts, forking was the cause"),
         ),
     ),
 )
