@@ -32,7 +32,8 @@ TOKENS = ROWS // 4 + 1
 def _rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from tiers.vllm_model.ops import topk_prompt as module
 
-    monkeypatch.setattr(module, "BLOCK_M", ROWS)
+    monkeypatch.setattr(module, "MAXIMA", module.MAXIMA._replace(rows=ROWS))
+    monkeypatch.setattr(module, "HITS", module.HITS._replace(rows=ROWS))
 
 
 @pytest.fixture

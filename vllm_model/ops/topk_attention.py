@@ -121,7 +121,7 @@ def batches_to_compile(pattern: TopK, heads: int, longest: int) -> list[tuple[in
         rows = {2, TARGET_PROGRAMS // 2 // heads + 1}
         batches += [(n, 1, length) for n in rows]
         batches += [(1, n, max(n, length)) for n in rows if n <= longest]
-    return batches + [(1, prompt.BLOCK_M, length) for length in prompt.lengths_to_compile(pattern, longest)]
+    return batches + [(1, prompt.most_rows(), length) for length in prompt.lengths_to_compile(pattern, longest)]
 
 
 def topk_attention(

@@ -15,6 +15,7 @@ per block, S keys of the request, rounded up. A row is a token and a query head.
 
 import os
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,8 +26,21 @@ from tiers.reference.config import TopK
 from tiers.vllm_model.ops import topk_kernels as kernels
 from tiers.vllm_model.ops import workspace
 
-# Query rows, keys per step, warps, stages and registers of both kernels that compute scores.
-BLOCK_M, BLOCK_S, WARPS, STAGES, REGISTERS = 128, 64, 8, 3, 128
+
+class Shape(NamedTuple):
+    """Of a kernel that computes scores: query rows and keys at a time, how it is compiled, and programs at most."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int
+    programs: int
+
+
+# The best of those tried (docs/log.md). Two programs on each multiprocessor of an H200, twice.
+MAXIMA = Shape(128, 64, 8, 3, 128, 528)
+HITS = Shape(128, 64, 8, 3, 128, 528)
 
 # Keys per maximum; the kernels are compiled for each.
 TILES = (2, 4, 8, 16, 32, 64)
@@ -34,9 +48,11 @@ TILES = (2, 4, 8, 16, 32, 64)
 # Warps and registers of `_choose_hits` for lists of 512.
 CHOOSE_WARPS, CHOOSE_REGISTERS = 2, 80
 
-# Tiles for each key that is wanted, at least; programs of the kernels that compute scores: two on each multiprocessor of
-# an H200, twice.
-RATIO, PROGRAMS = 2, 528
+# Tiles for each key that is wanted, at least.
+RATIO = 2
+
+# Keys that a program of `_contiguous` copies.
+COPIED = 64
 
 # The longest context.
 MOST = kernels.BLOCKS_T[-1] * TILES[-1]
@@ -55,7 +71,7 @@ class Sizes:
 
     Attributes:
         tile: keys per maximum.
-        width: scores of a row, a multiple of BLOCK_S.
+        width: scores of a row, a multiple of what a kernel does at a time.
         candidates, kept: as of topk_attention.Sizes.
     """
 
@@ -67,7 +83,7 @@ class Sizes:
     @classmethod
     def of(cls, pattern: TopK, longest: int) -> "Sizes | None":
         """None where there are too few keys for a useful bound, or too many to be searched for one."""
-        width = -(-longest // BLOCK_S) * BLOCK_S
+        width = _whole(longest)
         tile = next((tile for tile in reversed(TILES) if longest >= RATIO * pattern.k * tile), None)
         if pattern.share != "head" or tile is None or width // tile > kernels.BLOCKS_T[-1]:
             return None
@@ -77,7 +93,7 @@ class Sizes:
 
     def bytes_per_row(self, pattern: TopK) -> int:
         """Scores, maxima, bounds; words of bits, ids of tiles; lists as of topk_attention.Sizes. Never less for more keys."""
-        most = max(self.width // TILES[-1], min(self.width, 2 * RATIO * pattern.k) + BLOCK_S)
+        most = max(self.width // TILES[-1], min(self.width, 2 * RATIO * pattern.k) + TILES[-1])
         words, ids = 4 * (self.width // 32), 4 * (self.width // kernels.TILE)
         return 4 * self.width + 4 * most + 8 + words + ids + 8 * self.candidates + 16 * self.kept + 32
 
@@ -116,14 +132,25 @@ def serves(query_THD: Tensor, cache_BKNC: Tensor, pattern: TopK, tokens: int, se
     """
     _, heads, size = query_THD.shape
     block_g = triton.next_power_of_2(heads // cache_BKNC.shape[1])
-    filled = block_g <= BLOCK_M <= tokens * block_g
+    filled = block_g <= min(MAXIMA.rows, HITS.rows) and tokens * block_g >= most_rows()
     same = query_THD.dtype == cache_BKNC.dtype and query_THD.element_size() == 2
     return plain and filled and same and 16 <= size <= 128 and Sizes.of(pattern, seen) is not None
 
 
+def most_rows() -> int:
+    """Rows of a program: a part of a prompt with fewer is not for this file."""
+    return max(MAXIMA.rows, HITS.rows)
+
+
+def _whole(keys: int) -> int:
+    """As many keys, or a few more, so that no kernel stops in the middle of what it does at a time."""
+    step = max(MAXIMA.keys, HITS.keys, COPIED)
+    return -(-keys // step) * step
+
+
 def tokens_per_program(heads: int, kv_heads: int) -> int:
     """Parts of a prompt are multiples of this."""
-    return max(1, BLOCK_M // triton.next_power_of_2(heads // kv_heads))
+    return max(1, most_rows() // triton.next_power_of_2(heads // kv_heads))
 
 
 def lengths_to_compile(pattern: TopK, longest: int) -> list[int]:
@@ -148,7 +175,7 @@ def keys_bytes(pattern: TopK, kv_heads: int, size: int, tokens: int, longest: in
     length = min(longest, MOST)
     if tokens < 2 or size > 128 or Sizes.of(pattern, length) is None:
         return 0
-    return 2 * kv_heads * (length + BLOCK_S) * triton.next_power_of_2(size) + workspace.SLACK
+    return 2 * kv_heads * _whole(length) * triton.next_power_of_2(size) + workspace.SLACK
 
 
 def hold(
@@ -159,12 +186,12 @@ def hold(
     heads, size = query_THD.shape[1:]
     length = min(longest, MOST)
     block_d = triton.next_power_of_2(size)
-    shape = (kv_heads, -(-length // BLOCK_S) * BLOCK_S, block_d)
+    shape = (kv_heads, _whole(length), block_d)
     part = rows * heads * bytes_per_row(pattern, length) + workspace.SLACK
     keys_KSD, scratch = workspace.take(query_THD.device, (shape, query_THD.dtype), ((part,), torch.uint8))
-    _contiguous[(shape[1] // BLOCK_S, kv_heads)](
+    _contiguous[(shape[1] // COPIED, kv_heads)](
         cache_BKNC, table_RP, keys_KSD, request * table_RP.stride(0), length, keys_KSD.stride(0), *cache_BKNC.stride()[:3],
-        D=size, N=page, BLOCK_S=BLOCK_S, BLOCK_D=block_d, num_warps=4,
+        D=size, N=page, BLOCK_S=COPIED, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     return Held(keys_KSD, table_RP, request, page, scratch)
 
@@ -204,26 +231,22 @@ def choose(
         ((rows, heads, 4), torch.int32),
     )
     group = heads // kv_heads
-    block_g = triton.next_power_of_2(group)
-    blocks = -(-rows // (BLOCK_M // block_g))
-    splits = max(1, min(width // BLOCK_S, PROGRAMS // (blocks * kv_heads)))
     early = kernels.early_launch(query_THD.device)
     position = seen - rows
+    given = (query_THD, held.keys_KSD)
     shared = (
         start, rows, position, scale, pattern.sink, pattern.window,
         query_THD.stride(0), query_THD.stride(1), held.keys_KSD.stride(0), width,
     )  # fmt: skip
-    options = {
-        "H": heads, "G": group, "D": size, "BLOCK_G": block_g, "BLOCK_M": BLOCK_M, "BLOCK_S": BLOCK_S, "BLOCK_D": block_d,
-        "num_warps": WARPS, "num_stages": STAGES, "maxnreg": REGISTERS, **early,
-    }  # fmt: skip
-    grid = (blocks, kv_heads, splits)
-    _maxima[grid](query_THD, held.keys_KSD, maxima, *shared, TILE=sizes.tile, **options)
+    options = {"H": heads, "G": group, "D": size, "BLOCK_G": triton.next_power_of_2(group), "BLOCK_D": block_d, **early}
+    grid, own = _launch(MAXIMA, rows, group, kv_heads, width)
+    _maxima[grid](*given, maxima, *shared, TILE=sizes.tile, **options, **own)
     _bounds[(rows, heads)](
         maxima, bounds, pattern.k, position, tiles, sizes.tile,
         BLOCK_T=sizes.block_t, num_warps=max(1, sizes.block_t // 2048), **early,
     )  # fmt: skip
-    _hits[grid](query_THD, held.keys_KSD, bounds, ranks, words, *shared, ASM=INLINE, **options)
+    grid, own = _launch(HITS, rows, group, kv_heads, width)
+    _hits[grid](*given, bounds, ranks, words, *shared, ASM=INLINE, **options, **own)
     block_l = min(4096, max(512, triton.next_power_of_2(2 * pattern.k)))
     _choose_hits[(rows, heads)](
         ranks, words, bounds, held.table_RP, ids, listed, keys, weights, slots, summary,
@@ -232,6 +255,19 @@ def choose(
         num_warps=CHOOSE_WARPS * max(1, block_l // 512), num_stages=1, maxnreg=CHOOSE_REGISTERS, **early,
     )  # fmt: skip
     return ranks, weights, slots, summary
+
+
+def _launch(
+    shape: Shape, rows: int, group: int, kv_heads: int, width: int
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Programs of a kernel that computes scores, and how it is compiled."""
+    blocks = -(-rows // (shape.rows // triton.next_power_of_2(group)))
+    splits = max(1, min(width // shape.keys, shape.programs // (blocks * kv_heads)))
+    compiled = {
+        "BLOCK_M": shape.rows, "BLOCK_S": shape.keys,
+        "num_warps": shape.warps, "num_stages": shape.stages, "maxnreg": shape.registers,
+    }  # fmt: skip
+    return (blocks, kv_heads, splits), compiled
 
 
 VARYING = [
