@@ -10,7 +10,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 BIN := .venv/bin
 READY := .venv/ready-$(DEVICE)
 # Two files at a time, the tests of one file in one process: they share an engine.
-PYTEST_FLAGS ?= -n 2 --dist loadfile
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test lint setup clean
 

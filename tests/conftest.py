@@ -24,6 +24,13 @@ from typing import Any
 
 import pytest
 
+# Files that take minutes. Begun first, so that none of them is left over when all others are done.
+LONG = ("test_interpreter.py", "test_families.py", "test_engine_parallel.py", "test_moe_compiled.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
 
 @pytest.fixture(scope="session")
 def start_engine() -> Iterator[Callable[..., Any]]:
