@@ -22,7 +22,6 @@ BUDGET = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # and for many.
 TOKENS = (1, 17, 64, 100, 257)
 
-
 # Scores that the reference holds at most for the sake of a check.
 MOST_SCORES = 2**24
 

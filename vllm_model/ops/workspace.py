@@ -29,7 +29,11 @@ def take(device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype]) -> 
 
 def bytes_of(*wanted: tuple[tuple[int, ...], torch.dtype]) -> int:
     """What `cut` needs for these shapes."""
-    return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in wanted)
+    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in wanted)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def cut(buffer: Tensor, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
@@ -38,5 +42,5 @@ def cut(buffer: Tensor, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Te
     for shape, dtype in wanted:
         size = math.prod(shape) * dtype.itemsize
         tensors.append(buffer[offset : offset + size].view(dtype).view(shape))
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
+        offset += _aligned(size)
     return tensors
