@@ -1,8 +1,9 @@
 """Top-k for long prompts in Triton, against the reference; see test_paged_attention_fast.py."""
 
+import itertools
+import math
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -29,28 +30,53 @@ TOKENS = ROWS // 4 + 1
 
 
 @pytest.fixture(autouse=True)
-def _rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes at which short contexts take the ways of long ones."""
     from tiers.vllm_model.ops import topk_prompt as module
 
     monkeypatch.setattr(module, "MAXIMA", module.MAXIMA._replace(rows=ROWS))
     monkeypatch.setattr(module, "HITS", module.HITS._replace(rows=ROWS))
+    monkeypatch.setattr(module, "FEWEST_MAXIMA", 16)
+
+
+@dataclass
+class Served:
+    """What went this way.
+
+    Attributes:
+        tiles, splits: of each part of a prompt.
+        held: of each prompt.
+    """
+
+    tiles: list[int] = field(default_factory=list)
+    splits: list[int] = field(default_factory=list)
+    held: list[Any] = field(default_factory=list)
+
+    @property
+    def flagged(self) -> float:
+        """The share of rows whose bound was guessed badly."""
+        flags = torch.cat([held.flags_TH.flatten() for held in self.held])
+        return flags.float().mean().item()
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tile of each part of a prompt that was served here."""
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     from tiers.vllm_model.ops import topk_prompt as module
 
-    seen: list[int] = []
-    original: Callable[..., Any] = module.choose
+    seen = Served()
+    scratch, hold = module._scratch, module._hold
 
-    def choose(*arguments: Any, **options: Any) -> Any:
-        sizes = module.Sizes.of(options["pattern"], arguments[4])
-        assert sizes is not None
-        seen.append(sizes.tile)
-        return original(*arguments, **options)
+    def cut(sizes: Any, rows: int, splits: int) -> Any:
+        seen.tiles.append(sizes.tile)
+        seen.splits.append(splits)
+        return scratch(sizes, rows, splits)
 
-    monkeypatch.setattr(module, "choose", choose)
+    def holding(*arguments: Any) -> Any:
+        seen.held.append(hold(*arguments))
+        return seen.held[-1]
+
+    monkeypatch.setattr(module, "_scratch", cut)
+    monkeypatch.setattr(module, "_hold", holding)
     return seen
 
 
@@ -69,79 +95,86 @@ def compare(inputs: PagedInputs, pattern: TopK, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "pattern", "tiles"),
+    ("context", "pattern", "tile"),
     [
-        (12, TopK(2), [2]),
-        (20, TopK(2, 1, 0), [4]),
-        (40, TopK(2, 0, 3), [8]),
-        (70, TopK(2), [16]),
-        (150, TopK(2, 1, 5), [32]),
-        (300, TopK(2, 70, 3), [64]),
-        (270, TopK(3, 0, 1), [32]),
-        (300, TopK(4, 3, 90), [32]),
-        (257, TopK(1), [64]),
+        (60, TopK(2), 1),
+        (150, TopK(2, 1, 5), 2),
+        (300, TopK(2, 70, 3), 4),
+        (300, TopK(2, 3, 90), 4),
+        (300, TopK(4), 4),
+        (257, TopK(1), 4),
+        (700, TopK(3, 0, 1), 8),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("group", [4, 3])
-def test_a_prompt_matches_the_reference(
-    context: int, pattern: TopK, tiles: list[int], group: int, parts: list[int]
-) -> None:
-    context = max(context, TOKENS)
+def test_a_prompt_matches_the_reference(context: int, pattern: TopK, tile: int, group: int, served: Served) -> None:
+    context = max(context, 2 * TOKENS)
     inputs = make_batch([(TOKENS, context)], 16, "HND", 2 * group, 2, 32, DTYPE).to(DEVICE)
     compare(inputs, pattern)
-    assert set(parts) == set(tiles) or context == TOKENS
+    assert set(served.tiles) == {tile} or context == 2 * TOKENS
+    assert served.flagged < 0.05
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "page", "layout"), [(1, 1, 24, 16, "NHD"), (5, 1, 40, 32, "HND")]
 )
-def test_any_shape_of_heads(heads: int, kv_heads: int, size: int, page: int, layout: Any, parts: list[int]) -> None:
-    inputs = make_batch([(ROWS + 2, 140)], page, layout, heads, kv_heads, size, DTYPE).to(DEVICE)
+def test_any_shape_of_heads(heads: int, kv_heads: int, size: int, page: int, layout: Any, served: Served) -> None:
+    inputs = make_batch([(ROWS + 2, 2 * ROWS + 70)], page, layout, heads, kv_heads, size, DTYPE).to(DEVICE)
     compare(inputs, TopK(2, 1, 1))
-    assert parts
+    assert served.tiles
 
 
-def test_other_requests_of_the_step_are_served_too(parts: list[int]) -> None:
-    inputs = make_batch([(1, 90), (TOKENS, 200), (2, 80), (TOKENS, 100), (1, 5)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
+@pytest.mark.parametrize(("programs", "splits"), [(1, 1), (1000, 4)])
+def test_lists_in_parts(programs: int, splits: int, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiers.vllm_model.ops import topk_prompt as module
+
+    monkeypatch.setattr(module, "HITS", module.HITS._replace(programs=programs))
+    inputs = make_batch([(TOKENS, 256)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
     compare(inputs, TopK(2, 1, 2))
-    assert len(parts) >= 2
+    assert set(served.splits) == {splits}
 
 
-def test_a_prompt_is_done_in_parts(monkeypatch: pytest.MonkeyPatch, parts: list[int]) -> None:
+def test_other_requests_of_the_step_are_served_too(served: Served) -> None:
+    lengths = [(1, 90), (TOKENS, 200), (2, 80), (TOKENS, 100), (1, 5)]
+    inputs = make_batch(lengths, 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
+    compare(inputs, TopK(2, 1, 2))
+    assert len(served.held) >= 2
+
+
+def test_a_prompt_is_done_in_parts(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     from tiers.vllm_model.ops import topk_attention as module
 
-    # The first part sees too few keys, and the last one has too few tokens.
-    monkeypatch.setattr(module, "_rows_at_once", lambda *arguments: ROWS // 4)
+    # So few bytes are enough for the tokens of one program only. What comes before sees too few keys, the rest is too short.
+    monkeypatch.setattr(module, "WORKSPACE_BYTES", 1)
     tokens = 3 * ROWS // 4 + 1
-    inputs = make_batch([(tokens, 63 - ROWS // 4 + tokens)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
+    inputs = make_batch([(tokens, 67 - ROWS // 4 + tokens)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
     compare(inputs, TopK(16, 1, 2))
-    assert len(parts) == (2 if INTERPRETED else 12)
+    assert served.held[0].flags_TH.shape[0] == 2 * ROWS // 4 if INTERPRETED else served.held
 
 
-@pytest.mark.parametrize(("candidates", "kept"), [(4, 30), (60, 5), (3, 4)])
-def test_lists_that_are_too_short(
-    candidates: int, kept: int, monkeypatch: pytest.MonkeyPatch, parts: list[int]
+@pytest.mark.parametrize("change", [{"expected": 0.01}, {"room": 16}, {"expected": 40.0}], ids=str)
+def test_rows_whose_bound_was_guessed_badly(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch, served: Served
 ) -> None:
     from tiers.vllm_model.ops import topk_prompt as module
 
     full = module.Sizes.of
-    short = {"candidates": candidates, "kept": kept}
-    monkeypatch.setattr(module.Sizes, "of", lambda *arguments: (s := full(*arguments)) and replace(s, **short))
-    inputs = make_batch([(TOKENS, 150)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
+    monkeypatch.setattr(module.Sizes, "of", lambda *arguments: (s := full(*arguments)) and replace(s, **change))
+    inputs = make_batch([(TOKENS, 400)], 16, "NHD", 6, 2, 32, DTYPE).to(DEVICE)
     compare(inputs, TopK(4, 1, 3))
-    assert parts
+    assert served.flagged > 0.3
 
 
-def test_more_candidates_than_registers_hold(parts: list[int]) -> None:
-    # The same few keys again and again: all of them tie.
-    inputs = make_batch([(TOKENS, 1400)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
-    inputs.cache_BKNC[:] = inputs.cache_BKNC[:1]
+def test_scores_that_tie(served: Served) -> None:
+    # The same key again and again: no list holds as many.
+    inputs = make_batch([(TOKENS, 400)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
+    inputs.cache_BKNC[..., :32] = inputs.cache_BKNC[:1, :, :1, :32]
     compare(inputs, TopK(4))
-    assert parts
+    assert served.flagged == 1
 
 
-def test_nan_shows(parts: list[int]) -> None:
+def test_nan_shows(served: Served) -> None:
     inputs = make_batch([(TOKENS, 140)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
     # In a block of the request behind the others.
     inputs.cache_BKNC[inputs.batch.block_table_RP[0, 2].item(), 0, 3, 5] = float("nan")
@@ -151,21 +184,36 @@ def test_nan_shows(parts: list[int]) -> None:
     expected = reference(inputs.query_THD, inputs.cache_BKNC, inputs.batch, scale=0.3, pattern=TopK(2))
     assert torch.equal(out.isnan(), expected.isnan())
     assert out.isnan().any()
-    assert parts
+    assert served.tiles
+
+
+def test_the_copies_of_the_keys(served: Served) -> None:
+    inputs = make_batch([(TOKENS, 300)], 16, "NHD", 8, 2, 24, DTYPE).to(DEVICE)
+    compare(inputs, TopK(2))
+    held = served.held[0]
+    blocks = inputs.cache_BKNC[inputs.batch.block_table_RP[0, :19].long()]  # [P, K, N, C]
+    keys_KSD = blocks.permute(1, 0, 2, 3).flatten(1, 2)[:, :300, :24]
+    assert torch.equal(held.keys_KSD[:, :300, :24], keys_KSD)
+    assert not held.keys_KSD[:, :, 24:].any()
+    # One of every four, and not always the same.
+    of_four = (held.sample_KSD[:, :75, None, :24] == keys_KSD.unflatten(1, (75, 4))).all(-1)
+    assert (of_four.sum(-1) == 1).all()
+    assert (of_four.sum(1) >= 15).all()
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"softcap": 2.0}, {"pattern": TopK(2, 0, 0, "group")}, {"pattern": TopK(40)}],
-    ids=["softcap", "group", "k"],
+    [{"softcap": 2.0}, {"pattern": TopK(2, 0, 0, "group")}, {"pattern": TopK(40)}, {"scale": -0.3}],
+    ids=["softcap", "group", "k", "scale"],
 )
-def test_what_it_does_not_compute_goes_the_other_way(options: dict[str, Any], parts: list[int]) -> None:
+def test_what_it_does_not_compute_goes_the_other_way(options: dict[str, Any], served: Served) -> None:
     inputs = make_batch([(TOKENS, 140)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
     compare(inputs, **{"pattern": TopK(2), **options})
-    assert not parts
+    assert not served.held
 
 
-def test_the_workspace_covers_it(monkeypatch: pytest.MonkeyPatch, parts: list[int]) -> None:
+@pytest.mark.parametrize(("tokens", "context"), [(TOKENS, 150), (4 * TOKENS, 1000)])
+def test_the_workspace_covers_it(tokens: int, context: int, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     from tiers.vllm_model.ops import workspace
     from tiers.vllm_model.ops.paged_attention import paged_attention, workspace_bytes
 
@@ -176,7 +224,34 @@ def test_the_workspace_covers_it(monkeypatch: pytest.MonkeyPatch, parts: list[in
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     monkeypatch.setattr(workspace, "provide", provide)
-    inputs = make_batch([(TOKENS, 150)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
+    inputs = make_batch([(tokens, context)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
     paged_attention(inputs.query_THD, inputs.cache_BKNC, inputs.batch, scale=0.3, pattern=TopK(2))
-    assert parts
-    assert max(asked) <= workspace_bytes(TopK(2), 4, 1, 32, TOKENS, 150)
+    assert served.tiles
+    assert max(asked) <= workspace_bytes(TopK(2), 4, 1, 32, tokens, context)
+
+
+@pytest.mark.parametrize("k", [1, 8, 64, 256, 1024, 2048])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (9, 3), (1, 1)])
+@pytest.mark.parametrize(("first", "last"), [(0, 100), (0, 32768), (30000, 40000), (7, 600000), (600000, 700000)])
+def test_ranges_of_a_prompt(k: int, heads: int, kv_heads: int, first: int, last: int) -> None:
+    from tiers.vllm_model.ops import topk_prompt as module
+
+    found = module.parts(TopK(k, 4, 100), heads, kv_heads, first, last, 2**30)
+    for (a, b), (c, _) in itertools.pairwise(found):
+        assert a < b == c
+    if not found:
+        assert last < 4 * k + 200 + 2 * ROWS or first > module.MOST
+        return
+    begin, end = found[0][0], found[-1][1]
+    assert first <= begin
+    assert end <= min(last, module.MOST)
+    # Little is left over.
+    assert begin - first <= max(4 * k + 104, ROWS)
+    assert min(last, module.MOST) - end < ROWS
+    asked = max(
+        sum(math.prod(shape) * dtype.itemsize for shape, dtype in module._scratch(sizes, (b - a) * heads, splits))
+        for a, b in found
+        if (sizes := module.Sizes.of(TopK(k, 4, 100), b)) and (splits := module._splits(b - a, heads, kv_heads, b))
+    )
+    room = module.workspace_bytes(TopK(k, 4, 100), heads, kv_heads, 128, last - first, last, 2**30)
+    assert asked <= room <= 4 * 2**30

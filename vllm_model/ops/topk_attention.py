@@ -58,8 +58,13 @@ WORKSPACE_BYTES = 2**30
 # The best of those tried (docs/log.md). Keys per step and warps of `_gather`, with few rows and with many.
 FEW, MANY = (128, 4), (64, 2)
 
-# Query rows, keys per step, warps and registers of `_scores` for prompts in 16 bits.
-PROMPT = (128, 64, 8, 128)
+# Query rows, keys per step, warps, steps in flight and registers of `_scores` for prompts in 16 bits, for single tokens in 16
+# bits, and for what takes more memory.
+PROMPT, DECODE, WIDE = (128, 64, 8, 3, 128), (64, 64, 2, 4, None), (64, 64, 4, 3, None)
+
+# Programs that `_scores` is cut into, as long as each has a few steps: many short ones leave the fewest multiprocessors idle at
+# the end.
+SCORE_PROGRAMS, FEWEST_STEPS = 64 * 132, 4
 
 # Kept keys of a part, whose values are added up by one program.
 KEPT_PER_PART = 256
@@ -102,9 +107,9 @@ class Sizes:
 def workspace_bytes(pattern: TopK, heads: int, kv_heads: int, size: int, tokens: int, longest: int) -> int:
     """See `paged_attention.workspace_bytes`."""
     token = _bytes_per_token(pattern, heads, longest)
-    rows = min(tokens * token, max(WORKSPACE_BYTES, token))
-    keys = prompt.keys_bytes(pattern, kv_heads, size, tokens, longest)
-    return rows + keys + partial_bytes(heads, kv_heads, size) + workspace.SLACK
+    rows = min(tokens * token, max(WORKSPACE_BYTES, token)) + partial_bytes(heads, kv_heads, size) + workspace.SLACK
+    # One after the other, in the same memory.
+    return max(rows, prompt.workspace_bytes(pattern, heads, kv_heads, size, tokens, longest, WORKSPACE_BYTES))
 
 
 def partial_bytes(heads: int, kv_heads: int, size: int) -> int:
@@ -121,7 +126,7 @@ def batches_to_compile(pattern: TopK, heads: int, longest: int) -> list[tuple[in
         rows = {2, TARGET_PROGRAMS // 2 // heads + 1}
         batches += [(n, 1, length) for n in rows]
         batches += [(1, n, max(n, length)) for n in rows if n <= longest]
-    return batches + [(1, prompt.most_rows(), length) for length in prompt.lengths_to_compile(pattern, longest)]
+    return batches + prompt.batches_to_compile(pattern, longest)
 
 
 def topk_attention(
@@ -154,25 +159,31 @@ def topk_attention(
     lengths, starts = batch.bounds
     plain = bias is None and decay_D is None and softcap is None
     for first, last in _ranges(starts):
-        stop = starts[last]
+        begin, stop = starts[first], starts[last]
         longest = max(lengths[first:last])
-        part = _rows_at_once(pattern, heads, longest)
-        whole = prompt.tokens_per_program(heads, cache_BKNC.shape[1])
-        part = part // whole * whole or part
-        held: prompt.Held | None = None
-        for start in range(starts[first], stop, part):
-            end = min(start + part, stop)
-            per_request = 1 if last - first > 1 else end - start
-            # A part of a prompt sees the keys up to its own last token only.
-            seen = longest if last - first > 1 else longest - (stop - end)
-            if last - first == 1 and prompt.serves(query_THD, cache_BKNC, pattern, end - start, seen, plain):
-                if held is None:
-                    rows = min(part, stop - start)
-                    held = prompt.hold(query_THD, cache_BKNC, batch.block_table_RP, first, pattern, rows, longest)
-                lists = prompt.choose(query_THD, held, start, end, seen, scale=scale, pattern=pattern)
-                _gather_lists(cache_BKNC, batch, out_THD, first, last, start, *lists, pattern)
-                continue
-            _run(query_THD, cache_BKNC, batch, out_THD, first, last, start, end, per_request, seen, *options)
+        if last - first > 1:
+            for start in range(begin, stop, part := _rows_at_once(pattern, heads, longest)):
+                end = min(start + part, stop)
+                _run(query_THD, cache_BKNC, batch, out_THD, first, last, start, end, 1, longest, *options)
+            continue
+        offset = stop - longest  # of the token at position p in the step
+        ranges: list[tuple[int, int]] = []
+        if prompt.serves(query_THD, cache_BKNC, pattern, scale, plain):
+            ranges = prompt.parts(pattern, heads, cache_BKNC.shape[1], begin - offset, longest, WORKSPACE_BYTES)
+        if ranges:
+            prompt.attention(
+                query_THD, cache_BKNC, batch.block_table_RP, out_THD,
+                request=first, offset=offset, ranges=ranges, scale=scale, pattern=pattern,
+            )  # fmt: skip
+        served = (ranges[0][0] + offset, ranges[-1][1] + offset) if ranges else (stop, stop)
+        for low, high in ((begin, served[0]), (served[1], stop)):
+            start = low
+            while start < high:
+                # A part of a prompt sees the keys up to its own last token only.
+                end = min(start + _rows_at_once(pattern, heads, longest - (stop - high)), high)
+                seen = longest - (stop - end)
+                _run(query_THD, cache_BKNC, batch, out_THD, first, last, start, end, end - start, seen, *options)
+                start = end
 
 
 def _rows_at_once(pattern: TopK, heads: int, longest: int) -> int:
@@ -181,7 +192,7 @@ def _rows_at_once(pattern: TopK, heads: int, longest: int) -> int:
 
 
 def _bytes_per_token(pattern: TopK, heads: int, longest: int) -> int:
-    return heads * max(Sizes.of(pattern, longest).bytes_per_row, prompt.bytes_per_row(pattern, longest))
+    return heads * Sizes.of(pattern, longest).bytes_per_row
 
 
 def _ranges(starts: Sequence[int]) -> list[tuple[int, int]]:
@@ -219,10 +230,7 @@ def _run(
     block_g = triton.next_power_of_2(group)
     block_d = triton.next_power_of_2(size)
     wide = block_d > 128 or query_THD.element_size() == 4 or decay_D is not None
-    if per_request > 1 and not wide:
-        block_m, block_s, warps, registers = PROMPT
-    else:
-        block_m, block_s, warps, registers = 64, 64 if wide else 128, 4, None
+    block_m, block_s, warps, stages, registers = WIDE if wide else PROMPT if per_request > 1 else DECODE
     block_q = 1 if per_request == 1 else max(1, block_m // block_g)
     block_m, block_s = max(16, block_q * block_g), max(tile, block_s)
 
@@ -247,7 +255,7 @@ def _run(
 
     requests = last - first
     blocks = -(-per_request // block_q)
-    splits = max(1, min(width // block_s, TARGET_PROGRAMS // max(1, requests * blocks * kv_heads)))
+    splits = max(1, min(width // (FEWEST_STEPS * block_s), SCORE_PROGRAMS // max(1, requests * blocks * kv_heads)))
     precision = precision_of(query_THD.dtype, decay_D)
     distances, kinds = arguments(bias, decay_D, ranks)
     early = early_launch(query_THD.device)
@@ -259,7 +267,7 @@ def _run(
         query_THD.stride(0), query_THD.stride(1), *cache_strides, table.stride(0), width, tiles,
         H=heads, G=group, D=size, N=page, TILE=tile, BLOCK_G=block_g, BLOCK_M=block_m, BLOCK_Q=block_q, BLOCK_S=block_s,
         BLOCK_D=block_d, SOFTCAP=softcap is not None, GROUP=by_group, PRECISION=precision, **kinds,
-        num_warps=warps, num_stages=3, maxnreg=registers, **early,
+        num_warps=warps, num_stages=stages, maxnreg=registers, **early,
     )  # fmt: skip
 
     # Few sizes, so that few kernels are compiled.
@@ -298,24 +306,6 @@ def _run(
             partial, stats, out_THD, start, parts, partial.stride(0), out_THD.stride(0), out_THD.stride(1),
             WEIGHTED=by_group, D=size, BLOCK_D=block_d, BLOCK_P=MERGE_PARTS, num_warps=1, **early,
         )  # fmt: skip
-
-
-def _gather_lists(
-    cache_BKNC: Tensor, batch: Batch, out_THD: Tensor, first: int, last: int, start: int,
-    ranks: Tensor, weights: Tensor, slots: Tensor, summary: Tensor, pattern: TopK,
-) -> None:  # fmt: skip
-    """The weighted sums of the values that the lists of a part of a prompt name."""
-    rows, heads, width = ranks.shape
-    size, page = out_THD.shape[2], cache_BKNC.shape[2]
-    keys, warps = FEW if rows * heads <= TARGET_PROGRAMS // 2 else MANY
-    table, target = batch.block_table_RP, out_THD[start:]
-    _gather[(rows, heads, 1)](
-        cache_BKNC, table, batch.lengths_R, batch.starts_R1, first, last, start, ranks, weights, slots, summary, target,
-        pattern.sink, pattern.window, width, slots.shape[2], table.stride(0), *cache_BKNC.stride()[:3],
-        target.stride(0), target.stride(1), 0,
-        SINGLE=False, G=heads // cache_BKNC.shape[1], D=size, N=page, BLOCK_N=keys,
-        BLOCK_D=triton.next_power_of_2(size), num_warps=warps, num_stages=2, **early_launch(out_THD.device),
-    )  # fmt: skip
 
 
 def _shape_of_choose(rows: int, block_t: int, block_l: int) -> tuple[int, int, int]:

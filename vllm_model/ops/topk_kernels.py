@@ -364,7 +364,7 @@ def _choose(
     table_ptr += request.to(tl.int64) * stride_table
     _keep(
         ranks_ptr, table_ptr, ids_ptr, listed_ptr, keys_ptr, weights_ptr, slots_ptr, positions_ptr, summary_ptr,
-        bound, highest, count, room, entries, k, sink, window, position, kept_room, GROUP, N, TILE, BLOCK_L, BLOCK_E, True,
+        bound, highest, count, room, entries, k, sink, window, position, kept_room, GROUP, N, TILE, BLOCK_L, BLOCK_E,
     )  # fmt: skip
 
 
@@ -373,12 +373,8 @@ def _keep(
     ranks_ptr, table_ptr, ids_ptr, listed_ptr, keys_ptr, weights_ptr, slots_ptr, positions_ptr, summary_ptr,
     bound, highest, count, room, entries, k, sink, window, position, kept_room,
     GROUP: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr,
-    RANKED: tl.constexpr,
 ):  # fmt: skip
-    """The last stage of `_choose`: the threshold of the row, and what reaches it with the slots of its values.
-
-    RANKED: the ranks of the listed keys are in a list of their own, too. Returns how many are kept.
-    """
+    """The last stage of `_choose`: the threshold of the row, and what reaches it with the slots of its values."""
     # The list goes on with the sink tokens and the window; a window that reaches into the sink starts behind it.
     listed = count <= room
     candidates = tl.where(listed, count, entries)
@@ -389,7 +385,7 @@ def _keep(
         # All at once, in registers.
         e = tl.arange(0, BLOCK_L)
         s = tl.load(listed_ptr + e, mask=e < count, other=0)
-        rank = tl.load(keys_ptr + e if RANKED else ranks_ptr + s, mask=e < count, other=float("-inf"))
+        rank = tl.load(keys_ptr + e, mask=e < count, other=float("-inf"))
         key = tl.where(e < count, _ordered(rank), -2147483648)
         threshold = _halved(key, count, bound, highest, k)
         s = tl.where(e < count, s, tl.where(e < count + sinks, e - count, recent + e - count - sinks))
@@ -413,18 +409,11 @@ def _keep(
         tl.store(summary_ptr, found)
         tl.store(summary_ptr + 1, threshold)
     else:
-        if not RANKED:
-            for begin in range(0, tl.where(listed, count, 0), BLOCK_E):
-                e = begin + tl.arange(0, BLOCK_E)
-                s = tl.load(listed_ptr + e, mask=e < count, other=0)
-                tl.store(keys_ptr + e, tl.load(ranks_ptr + s, mask=e < count, other=0.0), mask=e < count)
-            tl.debug_barrier()
-        found = _keep_in_steps(
+        _keep_in_steps(
             ranks_ptr, table_ptr, ids_ptr, listed_ptr, keys_ptr, weights_ptr, slots_ptr, positions_ptr, summary_ptr,
             bound, highest, count, room, entries, candidates, sinks, recent, total_entries, k, sink, window, position,
             kept_room, GROUP, N, TILE, BLOCK_E,
         )  # fmt: skip
-    return found
 
 
 @triton.jit
@@ -478,7 +467,6 @@ def _keep_in_steps(
             e = begin + tl.arange(0, BLOCK_E)
             x = tl.load(weights_ptr + e, mask=e < tl.minimum(found, kept_room), other=0.0)
             tl.store(weights_ptr + e, tl.exp(x - top) / total, mask=e < tl.minimum(found, kept_room))
-    return found
 
 
 @triton.jit

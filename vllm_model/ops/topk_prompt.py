@@ -1,18 +1,23 @@
-"""Exact top-k attention for long prompts whose heads choose for themselves, in Triton: scores are computed twice.
+"""Exact top-k attention for long prompts whose heads choose for themselves, in Triton: few scores are ever stored.
 
-Storing every score of a prompt takes longer than computing it, so only those that can matter are stored:
+Storing every score of a prompt takes longer than computing it. A bound for each row, guessed from a sample of the keys, tells
+which can matter:
 
-1. `_contiguous`: the keys of the request, copied out of its pages.
-2. `_maxima`: the largest candidate score of each tile of keys, for every row.
-3. `_bounds`: the k-th largest of those, below which no key is chosen (see topk_attention.py).
-4. `_hits`: the scores again; those that reach the bound are stored where all would be, with a bit for each. There are at
-   least two tiles for each key that is wanted, so about 1.4 k of them if scores are independent.
-5. `_choose_hits`: lists what the bits mark and goes on as `_choose` does; `_gather` reads the values.
+1. `_contiguous`: the keys of the request, copied out of its pages, and again one of every SAMPLED.
+2. `_maxima`: the largest candidate score of each tile of sampled keys, for every row.
+3. `_bounds`: the bound that by these scores somewhat more keys reach than are wanted, but fewer than a list has room for.
+4. `_hits`: all scores; those that reach the bound are listed with their keys, and the sink and the window.
+5. `_attend`: the exact threshold among what is listed, the softmax weights, and the weighted sum of the values.
+6. `_alone`: rows whose guess was bad, because too few keys reach the bound or too many. All their scores are stored and searched.
+
+What is listed are all keys that reach the bound, so wherever they are enough they hold the k largest: a guess decides how
+fast a row is, never what it is. If keys were drawn independently, 3 rows of 10,000 would be guessed badly.
 
 Legend: T packed query tokens, H query heads, KV key/value heads, G query heads per key/value head, D head size, N tokens
 per block, S keys of the request, rounded up. A row is a token and a query head.
 """
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,69 +43,86 @@ class Shape(NamedTuple):
     programs: int
 
 
+class Attend(NamedTuple):
+    """Of `_attend`, for lists of 512: values at a time, and how it is compiled."""
+
+    values: int
+    warps: int
+    registers: int
+
+
 # The best of those tried (docs/log.md). Two programs on each multiprocessor of an H200, twice.
 MAXIMA = Shape(128, 64, 8, 3, 128, 528)
 HITS = Shape(128, 64, 8, 3, 128, 528)
+ATTEND = Attend(32, 1, 96)
 
-# Keys per maximum; the kernels are compiled for each.
-TILES = (2, 4, 8, 16, 32, 64)
+# One key of so many is sampled.
+SAMPLED = tl.constexpr(4)
 
-# Warps and registers of `_choose_hits` for lists of 512.
-CHOOSE_WARPS, CHOOSE_REGISTERS = 2, 80
+# Maxima of a row, at least: as many as `_bounds` searches in hardly more time than fewer. Entries of a list, at most: one program
+# has them in registers.
+FEWEST_MAXIMA, LONGEST_LIST = 512, 8192
 
-# Tiles for each key that is wanted, at least.
-RATIO = 2
+# How far the guess keeps away from too few keys, and a list from being too short, in standard deviations.
+SURE, ROOMY = 4.2, 3.5
 
 # Keys that a program of `_contiguous` copies.
 COPIED = 64
 
-# The longest context.
-MOST = kernels.BLOCKS_T[-1] * TILES[-1]
+# Parts of the keys that a row has lists of its own for, at most: with few rows, one after another would take long.
+MOST_SPLITS = 16
+
+# Programs of `_alone`, each with all scores of a few rows, and what these take of the workspace if they can do with so little.
+ALONE, ALONE_BYTES = 264, 2**28
+
+# Keys that it multiplies at a time.
+ALONE_KEYS = 128
+
+# The longest context: more keys are not copied.
+MOST = 2**19
 
 # Bits in a word.
 WORD = tl.constexpr(32)
 
-# Scores are stored by an instruction of our own: Triton's store would first bring all of them into another order, by way
-# of shared memory, though few are wanted. The interpreter knows Triton's only.
+# Few scores are listed, so a branch around the instructions that do it is worth having, and Triton has none for single
+# numbers. The interpreter knows Triton's only.
 INLINE = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the tensors of a part of a prompt.
+    """How a part of a prompt is done.
 
     Attributes:
-        tile: keys per maximum.
-        width: scores of a row, a multiple of what a kernel does at a time.
-        candidates, kept: as of topk_attention.Sizes.
+        tile: sampled keys per maximum.
+        maxima: of a row, a power of two.
+        expected: sampled keys that should reach the bound.
+        room: entries of a list, a power of two.
     """
 
     tile: int
-    width: int
-    candidates: int
-    kept: int
+    maxima: int
+    expected: float
+    room: int
 
     @classmethod
     def of(cls, pattern: TopK, longest: int) -> "Sizes | None":
         """None where there are too few keys for a useful bound, or too many to be searched for one."""
-        width = _whole(longest)
-        tile = next((tile for tile in reversed(TILES) if longest >= RATIO * pattern.k * tile), None)
-        if pattern.share != "head" or tile is None or width // tile > kernels.BLOCKS_T[-1]:
+        if pattern.share != "head" or not least_keys(pattern) <= longest <= MOST:
             return None
-        # More than elsewhere: a tile that reaches the bound may hold that many keys that do, and a list costs little here.
-        candidates = min(width, 8 * triton.next_power_of_2(max(pattern.k, 128)))
-        return cls(tile, width, candidates, min(width, pattern.k + pattern.sink + pattern.window + kernels.SPARE))
-
-    def bytes_per_row(self, pattern: TopK) -> int:
-        """Scores, maxima, bounds; words of bits, ids of tiles; lists as of topk_attention.Sizes. Never less for more keys."""
-        most = max(self.width // TILES[-1], min(self.width, 2 * RATIO * pattern.k) + TILES[-1])
-        words, ids = 4 * (self.width // 32), 4 * (self.width // kernels.TILE)
-        return 4 * self.width + 4 * most + 8 + words + ids + 8 * self.candidates + 16 * self.kept + 32
-
-    @property
-    def block_t(self) -> int:
-        """Maxima that `_bounds` is compiled for."""
-        return triton.next_power_of_2(max(512, self.width // self.tile + 1))
+        always = pattern.sink + pattern.window
+        # How many of some keys are sampled has three quarters of its mean for a variance, and the square root of that number
+        # a standard deviation which does not depend on the mean.
+        deviation = math.sqrt(1 - 1 / SAMPLED.value) / 2
+        wanted = math.sqrt(pattern.k / SAMPLED.value)
+        room = triton.next_power_of_2(math.ceil(SAMPLED.value * (wanted + 2 * ROOMY * deviation) ** 2) + always)
+        most = math.sqrt((room - always) / SAMPLED.value)
+        expected = (wanted + min((most - wanted) / 2, SURE * deviation)) ** 2
+        samples = -(-longest // SAMPLED.value)
+        maxima = triton.next_power_of_2(max(FEWEST_MAXIMA, math.ceil(4 * expected), -(-samples // MAXIMA.keys)))
+        if maxima > kernels.BLOCKS_T[-1] or room > LONGEST_LIST:
+            return None
+        return cls(triton.next_power_of_2(-(-samples // maxima)), maxima, expected, room)
 
 
 @dataclass(frozen=True)
@@ -108,205 +130,289 @@ class Held:
     """What the parts of a prompt share.
 
     Attributes:
-        keys_KSD: of the request, channels beyond D zero.
-        table_RP, request: blocks of all requests, and which one this is.
-        page: N.
+        keys_KSD, sample_KSD: of the request, channels beyond D zero.
+        flags_TH: rows that `_alone` has to do.
         scratch: bytes, for one part after another.
     """
 
     keys_KSD: Tensor
-    table_RP: Tensor
-    request: int
-    page: int
+    sample_KSD: Tensor
+    flags_TH: Tensor
     scratch: Tensor
 
 
-def serves(query_THD: Tensor, cache_BKNC: Tensor, pattern: TopK, tokens: int, seen: int, plain: bool) -> bool:
-    """Whether this file is for a part of a prompt.
+def least_keys(pattern: TopK) -> int:
+    """Shorter contexts are not for this file: of so few keys, a bound would let through too many."""
+    return 4 * pattern.k + pattern.sink + pattern.window
+
+
+def serves(query_THD: Tensor, cache_BKNC: Tensor, pattern: TopK, scale: float, plain: bool) -> bool:
+    """Whether this file is for prompts of this kind.
 
     Args:
-        query_THD, cache_BKNC, pattern: of the call.
-        tokens: query tokens of the part.
-        seen: keys that its last token sees.
+        query_THD, cache_BKNC, pattern, scale: of the call.
         plain: no bias, decay or softcap: scores are products alone.
     """
     _, heads, size = query_THD.shape
-    block_g = triton.next_power_of_2(heads // cache_BKNC.shape[1])
-    filled = block_g <= min(MAXIMA.rows, HITS.rows) and tokens * block_g >= most_rows()
+    filled = triton.next_power_of_2(heads // cache_BKNC.shape[1]) <= _rows()
     same = query_THD.dtype == cache_BKNC.dtype and query_THD.element_size() == 2
-    return plain and filled and same and 16 <= size <= 128 and Sizes.of(pattern, seen) is not None
+    # A list has 32 bits for the place of a value.
+    places = cache_BKNC.shape[0] * cache_BKNC.shape[2] < 2**31
+    return plain and scale > 0 and filled and same and places and 16 <= size <= 128 and pattern.share == "head"
 
 
-def most_rows() -> int:
-    """Rows of a program: a part of a prompt with fewer is not for this file."""
-    return max(MAXIMA.rows, HITS.rows)
+def _rows() -> int:
+    """Rows of a program."""
+    assert MAXIMA.rows == HITS.rows
+    return HITS.rows
+
+
+def fewest_tokens(heads: int, kv_heads: int) -> int:
+    """Tokens of a program: a part of a prompt with fewer is not for this file."""
+    return max(1, _rows() // triton.next_power_of_2(heads // kv_heads))
+
+
+def parts(pattern: TopK, heads: int, kv_heads: int, first: int, last: int, memory: int) -> list[tuple[int, int]]:
+    """How the tokens at positions from `first` to before `last` of a request are divided.
+
+    Args:
+        memory: bytes of the workspace.
+
+    Returns:
+        Ranges of positions, one behind the other. What is before or after them is not for this file: contexts that are
+        too short or too long, or too few tokens.
+    """
+    found: list[tuple[int, int]] = []
+    whole = fewest_tokens(heads, kv_heads)
+    begin = max(first, least_keys(pattern), whole)
+    # Tiles are as large as the last token wants them, at most twice as large as the first one does.
+    while (stop := min(last, 2 * begin, MOST)) - begin >= whole and (sizes := Sizes.of(pattern, stop)):
+        most = _tokens_at_once(sizes, heads, kv_heads, memory)
+        equal = -(-(stop - begin) // -(-(stop - begin) // most))
+        end = min(stop, begin + -(-equal // whole) * whole)
+        found.append((begin, end))
+        begin = end
+    return found
+
+
+def _tokens_at_once(sizes: Sizes, heads: int, kv_heads: int, memory: int) -> int:
+    whole = fewest_tokens(heads, kv_heads)
+    return max(whole, memory // (heads * (_bytes_of_a_list(sizes) + _bytes_of_a_row(sizes))) // whole * whole)
+
+
+def _bytes_of_a_list(sizes: Sizes) -> int:
+    """Of its entries and their number."""
+    return 8 * sizes.room + 4
+
+
+def _bytes_of_a_row(sizes: Sizes) -> int:
+    """Of its maxima and its bound."""
+    return 4 * sizes.maxima + 4
+
+
+def batches_to_compile(pattern: TopK, longest: int) -> list[tuple[int, int, int]]:
+    """Requests, query tokens and context: one for each set of kernels."""
+    tokens = _rows()
+    found: dict[tuple[int, int], int] = {}
+    for length in sorted({least_keys(pattern) + 2 * tokens, *(2**n + 1 for n in range(10, 19))}):
+        if least_keys(pattern) + tokens < length <= longest and (sizes := Sizes.of(pattern, length)):
+            found.setdefault((sizes.tile, sizes.maxima), length)
+    return [(1, tokens, length) for length in found.values()]
+
+
+def workspace_bytes(pattern: TopK, heads: int, kv_heads: int, size: int, tokens: int, longest: int, memory: int) -> int:
+    """What `attention` takes at most, for so many tokens or fewer and contexts up to `longest`; 0 if it is never called."""
+    length = min(longest, MOST)
+    sizes = Sizes.of(pattern, length)
+    if sizes is None or tokens < fewest_tokens(heads, kv_heads) or not 16 <= size <= 128:
+        return 0
+    block_d = triton.next_power_of_2(size)
+    keys = 2 * kv_heads * block_d * (_whole(length) + _whole(-(-length // SAMPLED.value)))
+    rows = heads * min(tokens, _tokens_at_once(sizes, heads, kv_heads, memory))
+    lists = min(MOST_SPLITS * rows, max(rows, HITS.programs * _rows()))
+    listed = lists * _bytes_of_a_list(sizes) + rows * _bytes_of_a_row(sizes)
+    alone = _alone_bytes(heads, kv_heads, length)
+    return keys + tokens * heads + max(listed, alone) + 2 * workspace.SLACK
+
+
+def _alone_rows(heads: int, kv_heads: int) -> int:
+    """Rows of a program of `_alone`: as few as a matrix unit takes."""
+    return max(16, triton.next_power_of_2(heads // kv_heads))
+
+
+def _alone_bytes(heads: int, kv_heads: int, longest: int) -> int:
+    program = 4 * (_alone_rows(heads, kv_heads) + 1) * _whole(longest)
+    return program * max(1, min(ALONE, ALONE_BYTES // program))
 
 
 def _whole(keys: int) -> int:
     """As many keys, or a few more, so that no kernel stops in the middle of what it does at a time."""
-    step = max(MAXIMA.keys, HITS.keys, COPIED)
+    step = max(MAXIMA.keys, HITS.keys, COPIED, ALONE_KEYS)
     return -(-keys // step) * step
 
 
-def tokens_per_program(heads: int, kv_heads: int) -> int:
-    """Parts of a prompt are multiples of this."""
-    return max(1, most_rows() // triton.next_power_of_2(heads // kv_heads))
-
-
-def lengths_to_compile(pattern: TopK, longest: int) -> list[int]:
-    """Contexts, one for each set of kernels."""
-    first = [RATIO * pattern.k * tile for tile in TILES]
-    more = [2**n * tile + 1 for n in range(9, 13) for tile in TILES]
-    found: dict[tuple[int, int], int] = {}
-    for length in sorted(n for n in (*first, *more) if n <= longest):
-        if sizes := Sizes.of(pattern, length):
-            found.setdefault((sizes.tile, sizes.block_t), length)
-    return list(found.values())
-
-
-def bytes_per_row(pattern: TopK, longest: int) -> int:
-    """Bytes of a row at most; 0 where `serves` is never true."""
-    sizes = Sizes.of(pattern, longest)
-    return sizes.bytes_per_row(pattern) if sizes else 0
-
-
-def keys_bytes(pattern: TopK, kv_heads: int, size: int, tokens: int, longest: int) -> int:
-    """Bytes of the copied keys; 0 where `serves` is never true."""
-    length = min(longest, MOST)
-    if tokens < 2 or size > 128 or Sizes.of(pattern, length) is None:
-        return 0
-    return 2 * kv_heads * _whole(length) * triton.next_power_of_2(size) + workspace.SLACK
-
-
-def hold(
-    query_THD: Tensor, cache_BKNC: Tensor, table_RP: Tensor, request: int, pattern: TopK, rows: int, longest: int
-) -> Held:
-    """Copy the keys of a request, and take memory for parts of so many tokens at most."""
-    kv_heads, page = cache_BKNC.shape[1:3]
-    heads, size = query_THD.shape[1:]
-    length = min(longest, MOST)
-    block_d = triton.next_power_of_2(size)
-    shape = (kv_heads, _whole(length), block_d)
-    part = rows * heads * bytes_per_row(pattern, length) + workspace.SLACK
-    keys_KSD, scratch = workspace.take(query_THD.device, (shape, query_THD.dtype), ((part,), torch.uint8))
-    _contiguous[(shape[1] // COPIED, kv_heads)](
-        cache_BKNC, table_RP, keys_KSD, request * table_RP.stride(0), length, keys_KSD.stride(0), *cache_BKNC.stride()[:3],
-        D=size, N=page, BLOCK_S=COPIED, BLOCK_D=block_d, num_warps=4,
-    )  # fmt: skip
-    return Held(keys_KSD, table_RP, request, page, scratch)
-
-
-def choose(
-    query_THD: Tensor, held: Held, start: int, end: int, seen: int, *, scale: float, pattern: TopK
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which keys a part of a prompt keeps.
+def attention(
+    query_THD: Tensor, cache_BKNC: Tensor, table_RP: Tensor, out_THD: Tensor, *,
+    request: int, offset: int, ranges: list[tuple[int, int]], scale: float, pattern: TopK,
+) -> None:  # fmt: skip
+    """Fill the rows of `out_THD` that `ranges` stand for.
 
     Args:
-        query_THD: of the whole step.
-        held: of the request.
-        start, end: the query tokens of the part.
-        seen: keys that the last of them sees.
-        scale, pattern: as of `paged_attention`.
-
-    Returns:
-        ranks [T, H, S], of which few are written, and lists of weights, of slots and what is known of each row: see
-        topk_kernels.py; valid until the next call.
+        query_THD, cache_BKNC, table_RP, out_THD, scale, pattern: of the whole step; see `paged_attention`.
+        request: which one, a row of `table_RP`.
+        offset: its token at position p is row p + offset.
+        ranges: of positions, by `parts`.
     """
-    sizes = Sizes.of(pattern, seen)
-    assert sizes is not None
-    rows, (heads, size) = end - start, query_THD.shape[1:]
-    kv_heads, _, block_d = held.keys_KSD.shape
-    width, tiles = sizes.width, sizes.width // sizes.tile
-    ranks, maxima, bounds, words, ids, listed, keys, weights, slots, summary = workspace.cut(
-        held.scratch,
-        ((rows, heads, width), torch.float32),
-        ((rows, heads, tiles), torch.float32),
-        ((rows, heads, 2), torch.int32),
-        ((rows, heads, width // 32), torch.int32),
-        ((rows, heads, width // kernels.TILE), torch.int32),
-        ((rows, heads, sizes.candidates), torch.int32),
-        ((rows, heads, sizes.candidates), torch.float32),
-        ((rows, heads, sizes.kept), torch.float32),
-        ((rows, heads, sizes.kept), torch.int64),
-        ((rows, heads, 4), torch.int32),
-    )
+    _, heads, size = query_THD.shape
+    kv_heads, page = cache_BKNC.shape[1:3]
     group = heads // kv_heads
+    begin, longest = ranges[0][0], ranges[-1][1]
+    block_d, block_g = triton.next_power_of_2(size), triton.next_power_of_2(group)
     early = kernels.early_launch(query_THD.device)
-    position = seen - rows
-    given = (query_THD, held.keys_KSD)
-    shared = (
-        start, rows, position, scale, pattern.sink, pattern.window,
-        query_THD.stride(0), query_THD.stride(1), held.keys_KSD.stride(0), width,
+    held = _hold(query_THD, cache_BKNC, table_RP, request, ranges, pattern)
+    options = {"H": heads, "G": group, "D": size, "BLOCK_D": block_d, **early}
+    values = (cache_BKNC, table_RP, request * table_RP.stride(0), *cache_BKNC.stride()[:3])
+    for first, last in ranges:
+        sizes = Sizes.of(pattern, last)
+        assert sizes is not None
+        rows = last - first
+        splits = _splits(rows, heads, kv_heads, last)
+        lists, counts, maxima, bounds = workspace.cut(held.scratch, *_scratch(sizes, rows * heads, splits))
+        window = (pattern.sink, pattern.window)
+        shared = (first + offset, rows, first, *window, query_THD.stride(0), query_THD.stride(1))
+        blocks = -(-rows // (_rows() // block_g))
+        sampling = max(1, min(-(-last // (SAMPLED.value * MAXIMA.keys)), MAXIMA.programs // (blocks * kv_heads)))
+        _maxima[(blocks, kv_heads, sampling)](
+            query_THD, held.sample_KSD, maxima, *shared, held.sample_KSD.stride(0), sizes.maxima,
+            TILE=sizes.tile, BLOCK_G=block_g, **options, **_compiled(MAXIMA),
+        )  # fmt: skip
+        _bounds[(rows, heads)](
+            maxima, bounds, first, *window, sizes.tile, sizes.expected,
+            BLOCK_T=sizes.maxima, num_warps=max(1, sizes.maxima // 1024), **early,
+        )  # fmt: skip
+        _hits[(blocks, kv_heads, splits)](
+            query_THD, held.keys_KSD, bounds, lists, counts, *shared, held.keys_KSD.stride(0), sizes.room,
+            BLOCK_G=block_g, ASM=INLINE, **options, **_compiled(HITS),
+        )  # fmt: skip
+        _attend[(rows, heads)](
+            lists, counts, *values, out_THD, held.flags_TH[first - begin :], first + offset, first, scale, pattern.k,
+            *window, splits, out_THD.stride(0), out_THD.stride(1),
+            G=group, D=size, N=page, BLOCK_L=sizes.room, BLOCK_N=ATTEND.values, BLOCK_D=block_d,
+            num_warps=ATTEND.warps * max(1, sizes.room // 512), num_stages=2, maxnreg=ATTEND.registers, **early,
+        )  # fmt: skip
+    block_r = _alone_rows(heads, kv_heads)
+    rows, width = longest - begin, _whole(longest)
+    programs = min(
+        held.scratch.numel() // (4 * (block_r + 1) * width), -(-rows // (block_r // block_g)) * kv_heads, ALONE
+    )
+    _alone[(programs,)](
+        query_THD, held.keys_KSD, *values, out_THD, held.flags_TH, held.scratch.view(torch.float32),
+        begin + offset, rows, begin, kv_heads, scale, pattern.k, pattern.sink, pattern.window, width,
+        query_THD.stride(0), query_THD.stride(1), held.keys_KSD.stride(0), out_THD.stride(0), out_THD.stride(1),
+        N=page, BLOCK_G=block_g, BLOCK_R=block_r, BLOCK_S=ALONE_KEYS, BLOCK_E=8192, BLOCK_C=2048, BLOCK_N=64,
+        **options, num_warps=8, num_stages=3,
     )  # fmt: skip
-    options = {"H": heads, "G": group, "D": size, "BLOCK_G": triton.next_power_of_2(group), "BLOCK_D": block_d, **early}
-    grid, own = _launch(MAXIMA, rows, group, kv_heads, width)
-    _maxima[grid](*given, maxima, *shared, TILE=sizes.tile, **options, **own)
-    _bounds[(rows, heads)](
-        maxima, bounds, pattern.k, position, tiles, sizes.tile,
-        BLOCK_T=sizes.block_t, num_warps=max(1, sizes.block_t // 2048), **early,
-    )  # fmt: skip
-    grid, own = _launch(HITS, rows, group, kv_heads, width)
-    _hits[grid](*given, bounds, ranks, words, *shared, ASM=INLINE, **options, **own)
-    block_l = min(4096, max(512, triton.next_power_of_2(2 * pattern.k)))
-    _choose_hits[(rows, heads)](
-        ranks, words, bounds, held.table_RP, ids, listed, keys, weights, slots, summary,
-        held.request * held.table_RP.stride(0), position, pattern.k, pattern.sink, pattern.window, width, sizes.candidates, sizes.kept,
-        N=held.page, TILE=kernels.TILE, BLOCK_W=256, BLOCK_L=block_l, BLOCK_E=256, ASM=INLINE,
-        num_warps=CHOOSE_WARPS * max(1, block_l // 512), num_stages=1, maxnreg=CHOOSE_REGISTERS, **early,
-    )  # fmt: skip
-    return ranks, weights, slots, summary
 
 
-def _launch(
-    shape: Shape, rows: int, group: int, kv_heads: int, width: int
-) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Programs of a kernel that computes scores, and how it is compiled."""
-    blocks = -(-rows // (shape.rows // triton.next_power_of_2(group)))
-    splits = max(1, min(width // shape.keys, shape.programs // (blocks * kv_heads)))
-    compiled = {
+def _hold(
+    query_THD: Tensor, cache_BKNC: Tensor, table_RP: Tensor, request: int, ranges: list[tuple[int, int]], pattern: TopK
+) -> Held:
+    """Copy the keys of a request, and take memory for the parts."""
+    kv_heads, page = cache_BKNC.shape[1:3]
+    heads, size = query_THD.shape[1:]
+    begin, longest = ranges[0][0], ranges[-1][1]
+    block_d = triton.next_power_of_2(size)
+    wanted = [_alone_bytes(heads, kv_heads, longest)]
+    for first, last in ranges:
+        sizes = Sizes.of(pattern, last)
+        assert sizes is not None
+        splits = _splits(last - first, heads, kv_heads, last)
+        wanted.append(workspace.bytes_of(*_scratch(sizes, (last - first) * heads, splits)))
+    keys, sample = _whole(longest), _whole(-(-longest // SAMPLED.value))
+    keys_KSD, sample_KSD, flags_TH, scratch = workspace.take(
+        query_THD.device,
+        ((kv_heads, keys, block_d), query_THD.dtype),
+        ((kv_heads, sample, block_d), query_THD.dtype),
+        ((longest - begin, heads), torch.int8),
+        ((max(wanted),), torch.uint8),
+    )
+    for copy, step in ((keys_KSD, 1), (sample_KSD, SAMPLED.value)):
+        _contiguous[(copy.shape[1] // COPIED, kv_heads)](
+            cache_BKNC, table_RP, copy, request * table_RP.stride(0), longest, copy.stride(0), *cache_BKNC.stride()[:3],
+            STEP=step, D=size, N=page, BLOCK_S=COPIED, BLOCK_D=block_d, num_warps=4,
+        )  # fmt: skip
+    return Held(keys_KSD, sample_KSD, flags_TH, scratch)
+
+
+def _scratch(sizes: Sizes, rows: int, splits: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Lists and their lengths; maxima and bounds."""
+    return [
+        ((rows, splits, sizes.room), torch.int64),
+        ((rows, splits), torch.int32),
+        ((rows, sizes.maxima), torch.float32),
+        ((rows,), torch.float32),
+    ]
+
+
+def _splits(tokens: int, heads: int, kv_heads: int, keys: int) -> int:
+    """Parts of the keys."""
+    blocks = -(-tokens // fewest_tokens(heads, kv_heads))
+    return max(1, min(MOST_SPLITS, -(-keys // HITS.keys), HITS.programs // (blocks * kv_heads)))
+
+
+def _compiled(shape: Shape) -> dict[str, Any]:
+    """How a kernel that computes scores is compiled."""
+    return {
         "BLOCK_M": shape.rows, "BLOCK_S": shape.keys,
         "num_warps": shape.warps, "num_stages": shape.stages, "maxnreg": shape.registers,
     }  # fmt: skip
-    return (blocks, kv_heads, splits), compiled
 
 
 VARYING = [
-    "first_token", "rows", "first_position", "sink", "window", "k", "tiles", "tile", "room", "kept_room", "length", "table_at",
+    "first_token", "rows", "first_position", "sink", "window", "k", "tile", "splits", "length", "table_at", "kv_heads",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _contiguous(
     cache_ptr, table_ptr, keys_ptr, table_at, length, stride_kv, stride_cb, stride_ch, stride_cn,
-    D: tl.constexpr, N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    STEP: tl.constexpr, D: tl.constexpr, N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program = BLOCK_S keys of one key/value head."""
     kv = tl.program_id(1)
-    s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    i = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    s = i if STEP == 1 else _sampled(i)
     d = tl.arange(0, BLOCK_D)
     block = tl.load(table_ptr + table_at + s // N, mask=s < length, other=0).to(tl.int64)
     k = tl.load(
         cache_ptr + block[:, None] * stride_cb + kv * stride_ch + (s % N)[:, None] * stride_cn + d[None, :],
         mask=(s < length)[:, None] & (d < D)[None, :], other=0.0,
     )  # fmt: skip
-    tl.store(keys_ptr + kv.to(tl.int64) * stride_kv + s[:, None] * BLOCK_D + d[None, :], k)
+    tl.store(keys_ptr + kv.to(tl.int64) * stride_kv + i[:, None] * BLOCK_D + d[None, :], k)
+
+
+@triton.jit
+def _sampled(i):
+    """The position of the i-th sampled key: in each four another one, lest a text that repeats itself be sampled crookedly."""
+    # Multiples of the golden ratio, of which the first two bits behind the point count.
+    return i * SAMPLED + (((i * -1640531535) >> 30) & 3)
 
 
 @triton.jit
 def _rows_of(
-    q_ptr, first_token, rows, first_position, stride_qt, stride_qh,
+    q_ptr, block, kv, first_token, rows, first_position, stride_qt, stride_qh,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Queries, rows and positions of a program, and its lowest and highest token among the part's.
+    """Queries, rows and positions of a block, and its lowest and highest position.
 
     What is left over computes and stores again what another row does: nothing then needs a mask.
     """
-    lowest = tl.program_id(0) * (BLOCK_M // BLOCK_G)
+    lowest = block * (BLOCK_M // BLOCK_G)
     highest = tl.minimum(rows, lowest + BLOCK_M // BLOCK_G) - 1
     m = tl.arange(0, BLOCK_M)
     token = tl.minimum(lowest + m // BLOCK_G, highest)
-    head = tl.program_id(1) * G + tl.minimum(m % BLOCK_G, G - 1)
+    head = kv * G + tl.minimum(m % BLOCK_G, G - 1)
     d = tl.arange(0, BLOCK_D)
     q = tl.load(
         q_ptr + ((first_token + token).to(tl.int64) * stride_qt + head * stride_qh)[:, None] + d[None, :],
@@ -326,149 +432,147 @@ def _steps(last, BLOCK_S: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _maxima(
-    q_ptr, keys_ptr, maxima_ptr, first_token, rows, first_position, scale, sink, window,
-    stride_qt, stride_qh, stride_kv, width,
+    q_ptr, sample_ptr, maxima_ptr, first_token, rows, first_position, sink, window, stride_qt, stride_qh, stride_kv, width,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program = BLOCK_M rows of one key/value head, and a part of the keys: the largest candidate of each tile."""
+    """One program = BLOCK_M rows of one key/value head, and a part of the sample: the largest candidate of each tile."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+    kv = tl.program_id(1)
     q, row, position, nearest, last = _rows_of(
-        q_ptr, first_token, rows, first_position, stride_qt, stride_qh, H, G, D, BLOCK_G, BLOCK_M, BLOCK_D
+        q_ptr,
+        tl.program_id(0),
+        kv,
+        first_token,
+        rows,
+        first_position,
+        stride_qt,
+        stride_qh,
+        H,
+        G,
+        D,
+        BLOCK_G,
+        BLOCK_M,
+        BLOCK_D,
     )
-    low, high = _steps(last, BLOCK_S)
+    REACH: tl.constexpr = BLOCK_S * SAMPLED
+    low, high = _steps(last, REACH)
     s = tl.arange(0, BLOCK_S)
-    here = keys_ptr + tl.program_id(1).to(tl.int64) * stride_kv + tl.arange(0, BLOCK_D)[:, None] + s[None, :] * BLOCK_D
+    here = sample_ptr + kv.to(tl.int64) * stride_kv + tl.arange(0, BLOCK_D)[:, None] + s[None, :] * BLOCK_D
     PER_STEP: tl.constexpr = BLOCK_S // TILE
-    out = maxima_ptr + (row * (width // TILE))[:, None] + tl.arange(0, PER_STEP)[None, :]
+    out = maxima_ptr + (row * width)[:, None] + tl.arange(0, PER_STEP)[None, :]
     for step in range(low, high):
         k = tl.load(here + step * (BLOCK_S * BLOCK_D))
         x = tl.dot(q, k)
         # Only tiles at an edge hold what is no candidate: the sink, the window, keys to come.
-        if (step * BLOCK_S < sink) | ((step + 1) * BLOCK_S > nearest - window + 1):
-            there = step * BLOCK_S + s
+        if (step * REACH < sink) | ((step + 1) * REACH > nearest - window + 1):
+            there = _sampled(step * BLOCK_S + s)
             candidate = (there >= sink)[None, :] & (there[None, :] <= (position - window)[:, None])
             x = tl.where(candidate, x, float("-inf"))
         best = tl.reduce(tl.reshape(x, (BLOCK_M, PER_STEP, TILE)), 2, kernels._largest)
-        tl.store(out + step * PER_STEP, best * scale)
+        tl.store(out + step * PER_STEP, best)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _bounds(
-    maxima_ptr, bounds_ptr, k, first_position, tiles, tile, BLOCK_T: tl.constexpr, PDL: tl.constexpr
+    maxima_ptr, bounds_ptr, first_position, sink, window, tile, expected, BLOCK_T: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One program = one row: the lower bound of its threshold, and its largest score, as integers."""
+    """One program = one row: a bound that about `expected` sampled keys reach; NaN if all keys should be listed."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     position = first_position + tl.program_id(0)
-    bound, _, highest, _, _ = kernels._bound(maxima_ptr + row * tiles, k, position, tile, BLOCK_T)
-    tl.store(bounds_ptr + row * 2, bound)
-    tl.store(bounds_ptr + row * 2 + 1, highest)
+    sampled = tl.maximum(position - window + 1 - sink, 1).to(tl.float32) / SAMPLED
+    # Some of the expected keys share a tile: what share of the tiles has any?
+    share = 1.0 - tl.exp(tile * tl.log(1.0 - tl.minimum(expected / sampled, 0.99)))
+    reached = tl.maximum(1.0, sampled / tile * share + 0.5).to(tl.int32)
+    bound, _, _, _, _ = kernels._bound(maxima_ptr + row * BLOCK_T, reached, position, tile * SAMPLED, BLOCK_T)
+    tl.store(bounds_ptr + row, kernels._float_of(bound))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _hits(
-    q_ptr, keys_ptr, bounds_ptr, ranks_ptr, words_ptr, first_token, rows, first_position, scale, sink, window,
-    stride_qt, stride_qh, stride_kv, width,
+    q_ptr, keys_ptr, bounds_ptr, lists_ptr, counts_ptr, first_token, rows, first_position, sink, window,
+    stride_qt, stride_qh, stride_kv, room,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_maxima`: the candidates that reach the bound of their row, and a bit for each.
+    """As `_maxima`, for all keys: lists the candidates that reach the bound of their row, the sink and the window.
 
-    In tiles at an edge all scores are stored, those of the sink and the window among them.
+    An entry has the product in its lower 32 bits and the key in the others. How many there are may be more than fit.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
+    kv = tl.program_id(1)
     q, row, position, nearest, last = _rows_of(
-        q_ptr, first_token, rows, first_position, stride_qt, stride_qh, H, G, D, BLOCK_G, BLOCK_M, BLOCK_D
+        q_ptr,
+        tl.program_id(0),
+        kv,
+        first_token,
+        rows,
+        first_position,
+        stride_qt,
+        stride_qh,
+        H,
+        G,
+        D,
+        BLOCK_G,
+        BLOCK_M,
+        BLOCK_D,
     )
     low, high = _steps(last, BLOCK_S)
     s = tl.arange(0, BLOCK_S)
-    here = keys_ptr + tl.program_id(1).to(tl.int64) * stride_kv + tl.arange(0, BLOCK_D)[:, None] + s[None, :] * BLOCK_D
-    # NaN where every score is wanted: nothing is below it.
-    bound = kernels._float_of(tl.load(bounds_ptr + row * 2))
+    here = keys_ptr + kv.to(tl.int64) * stride_kv + tl.arange(0, BLOCK_D)[:, None] + s[None, :] * BLOCK_D
+    bound = tl.load(bounds_ptr + row)
     WORDS: tl.constexpr = BLOCK_S // WORD
-    words_out = words_ptr + (row * (width // WORD))[:, None] + tl.arange(0, WORDS)[None, :]
+    second = tl.arange(0, WORDS)
     bits = tl.broadcast_to((1 << (s % WORD)).to(tl.int32)[None, :], (BLOCK_M, BLOCK_S))
+    list_of = row * tl.num_programs(2) + tl.program_id(2)
+    entries = lists_ptr + list_of * room
+    count = tl.zeros((BLOCK_M,), tl.int32)
     for step in range(low, high):
         k = tl.load(here + step * (BLOCK_S * BLOCK_D))
-        x = tl.dot(q, k) * scale
+        x = tl.dot(q, k)
         marked = tl.where(x < bound[:, None], 0, bits)
-        edge = (step * BLOCK_S < sink) | ((step + 1) * BLOCK_S > nearest - window + 1)
-        if edge:
+        if (step * BLOCK_S < sink) | ((step + 1) * BLOCK_S > nearest - window + 1):
             there = step * BLOCK_S + s
-            candidate = (there >= sink)[None, :] & (there[None, :] <= (position - window)[:, None])
-            marked = tl.where(candidate, marked, 0)
+            always = (there < sink)[None, :] | (there[None, :] > (position - window)[:, None])
+            marked = tl.where(always, bits, marked)
+            marked = tl.where(there[None, :] <= position[:, None], marked, 0)
         words = tl.sum(tl.reshape(marked, (BLOCK_M, WORDS, WORD)), 2)
-        tl.store(words_out + step * WORDS, words)
-        # Of each 32 bytes all or nothing.
-        words = tl.where(edge, -1, words)[:, :, None]
-        words = tl.reshape(tl.broadcast_to(words, (BLOCK_M, WORDS, WORD)), (BLOCK_M, BLOCK_S))
-        wanted = words & (255 << (s % WORD // 8 * 8))[None, :]
-        # The part of the address that differs within a row comes last and is the same in every step.
-        out = (ranks_ptr + (row * width + step * BLOCK_S))[:, None] + s.to(tl.int64)[None, :]
+        found = _bits(words, ASM)
+        total = tl.sum(found, 1)
+        # The place of the first of each word; there are two.
+        tl.static_assert(WORDS == 2)
+        place = count[:, None] + tl.where(second[None, :] == 0, 0, total[:, None] - found)
+        count += total
+        words = tl.reshape(tl.broadcast_to(words[:, :, None], (BLOCK_M, WORDS, WORD)), (BLOCK_M, BLOCK_S))
+        place = tl.reshape(tl.broadcast_to(place[:, :, None], (BLOCK_M, WORDS, WORD)), (BLOCK_M, BLOCK_S))
+        key = tl.broadcast_to((step * BLOCK_S + s)[None, :], (BLOCK_M, BLOCK_S))
         if ASM:
-            # Two scores at a time: a thread of the matrix unit holds neighbours, one after the other.
+            here_at = tl.broadcast_to(entries.to(tl.int64)[:, None], (BLOCK_M, BLOCK_S))
             tl.inline_asm_elementwise(
-                "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v2.f32 [$2], {$4, $5}; mov.u32 $0, 0; mov.u32 $1, 0; }",
-                "=r,=r,l,l,f,f,r,r", [out.to(tl.int64), x, wanted], dtype=tl.int32, is_pure=False, pack=2,
+                # Two scores at a time: a branch for each would cost more than it saves.
+                """{
+                .reg .pred p, q; .reg .b32 t, u; .reg .b64 a;
+                and.b32 t, $4, $6; and.b32 u, $5, $7; or.b32 u, t, u; setp.eq.s32 p, u, 0;
+                @p bra DONE;
+                setp.ne.s32 p, t, 0; setp.ne.s32 q, t, u;
+                sub.u32 t, $6, 1; and.b32 t, t, $4; popc.b32 t, t; add.u32 t, t, $8; setp.lt.and.s32 p, t, $14, p;
+                sub.u32 u, $7, 1; and.b32 u, u, $5; popc.b32 u, u; add.u32 u, u, $9; setp.lt.and.s32 q, u, $15, q;
+                mad.wide.s32 a, t, 8, $2; @p st.global.v2.b32 [a], {$10, $12};
+                mad.wide.s32 a, u, 8, $3; @q st.global.v2.b32 [a], {$11, $13};
+                DONE: mov.u32 $0, 0; mov.u32 $1, 0;
+                }""",
+                "=r,=r,l,l,r,r,r,r,r,r,f,f,r,r,r,r", [here_at, words, bits, place, x, key, room],
+                dtype=tl.int32, is_pure=False, pack=2,
             )  # fmt: skip
         else:
-            tl.store(out, x, mask=wanted != 0)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _choose_hits(
-    ranks_ptr, words_ptr, bounds_ptr, table_ptr, ids_ptr, listed_ptr, keys_ptr, weights_ptr, slots_ptr,
-    summary_ptr, table_at, first_position, k, sink, window, width, room, kept_room,
-    N: tl.constexpr, TILE: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_E: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program = one row: as `topk_kernels._choose`, from the bits of `_hits`."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    position = first_position + tl.program_id(0)
-    words_ptr += row * (width // WORD)
-    ids_ptr += row * (width // TILE)
-    ranks_ptr += row * width
-    listed_ptr += row * room
-    keys_ptr += row * room
-    count = _listed(words_ptr, listed_ptr, position, room, BLOCK_W, ASM)
-    entries = (position // TILE + 1) * TILE
-    if count > room:
-        _complete(words_ptr, ranks_ptr, ids_ptr, sink, window, position, TILE, BLOCK_L)
-    tl.debug_barrier()  # what other threads of the program stored is read next
-    found = kernels._keep(
-        ranks_ptr, table_ptr + table_at, ids_ptr, listed_ptr, keys_ptr, weights_ptr + row * kept_room, slots_ptr + row * kept_room,
-        slots_ptr, summary_ptr + row * 4, tl.load(bounds_ptr + row * 2), tl.load(bounds_ptr + row * 2 + 1), count, room,
-        entries, k, sink, window, position, kept_room, False, N, TILE, BLOCK_L, BLOCK_E, False,
-    )  # fmt: skip
-    if (found > kept_room) & (count <= room):  # then `_gather` reads all scores
-        _complete(words_ptr, ranks_ptr, ids_ptr, sink, window, position, TILE, BLOCK_L)
-
-
-@triton.jit
-def _listed(words_ptr, listed_ptr, position, room, BLOCK_W: tl.constexpr, ASM: tl.constexpr):
-    """List the keys that bits stand for, in order, while there is room; returns how many there are."""
-    found = tl.full((), 0, tl.int32)
-    for begin in range(0, position // WORD + 1, BLOCK_W):
-        i = begin + tl.arange(0, BLOCK_W)
-        word = tl.load(words_ptr + i, mask=i * WORD <= position, other=0)
-        bits = _bits(word, ASM)
-        place = found + tl.cumsum(bits) - bits
-        found += tl.sum(bits)
-        # The lowest bit of every word, then the next.
-        for _ in range(tl.max(bits)):
-            lowest = word & -word
-            # A power of two as a float has its logarithm in the exponent.
-            exponent = tl.abs(lowest.to(tl.float32)).to(tl.int32, bitcast=True) >> 23
-            tl.store(listed_ptr + place, i * WORD + exponent - 127, mask=(word != 0) & (place < room))
-            place += 1
-            word = word ^ lowest
-    return found
+            place += _bits(words & (bits - 1), ASM)
+            entry = (key.to(tl.int64) << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+            tl.store(entries[:, None] + place, entry, mask=((words & bits) != 0) & (place < room))
+    tl.store(counts_ptr + list_of, count)
 
 
 @triton.jit
@@ -482,14 +586,181 @@ def _bits(word, ASM: tl.constexpr):
     return total
 
 
+@triton.jit(do_not_specialize=VARYING)
+def _attend(
+    lists_ptr, counts_ptr, cache_ptr, table_ptr, table_at, stride_cb, stride_ch, stride_cn, out_ptr, flags_ptr,
+    first_token, first_position, scale, k, sink, window, splits, stride_ot, stride_oh,
+    G: tl.constexpr, D: tl.constexpr, N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program = one row: what of its lists is kept, and the weighted sum of its values, unless the row is flagged."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    token, head = tl.program_id(0), tl.program_id(1)
+    row = token.to(tl.int64) * tl.num_programs(1) + head
+    position = first_position + token
+    lists_ptr += row * splits * BLOCK_L
+    e = tl.arange(0, BLOCK_L)
+    listed = tl.zeros((BLOCK_L,), tl.int64)
+    count = tl.full((), 0, tl.int32)
+    for split in range(splits):
+        here = tl.load(counts_ptr + row * splits + split)
+        inside = (e >= count) & (e < count + here)
+        listed = tl.load(lists_ptr + split * BLOCK_L + e - count, mask=inside, other=0) | listed
+        count += here
+    s = (listed >> 32).to(tl.int32)
+    x = listed.to(tl.int32).to(tl.float32, bitcast=True)
+    candidate = (e < count) & (s >= sink) & (s <= position - window)
+    key = tl.where(candidate, kernels._ordered(x), -2147483648)
+    hits = tl.sum(candidate.to(tl.int32))
+    wanted = tl.minimum(k, tl.maximum(position - window + 1 - sink, 0))
+    bad = (count > BLOCK_L) | (hits < wanted)
+    tl.store(flags_ptr + row, bad.to(tl.int8))
+    if bad:
+        return
+    low = tl.min(tl.where(candidate, key, 2147483647))
+    threshold = kernels._halved(key, hits, low, tl.max(key), k)
+    keep = (e < count) & ((key >= threshold) | (candidate == 0))
+    x = tl.where(keep, x * scale, float("-inf"))
+    weight = tl.exp(x - tl.max(x))
+    total = tl.sum(weight)
+    kept = tl.sum(keep.to(tl.int32))
+    place = tl.cumsum(keep.to(tl.int32)) - 1
+    block = tl.load(table_ptr + table_at + s // N, mask=keep, other=0).to(tl.int64)
+    # What is kept, in the place of the first list: weights and where the values are.
+    kept_entry = ((block * N + s % N) << 32) | (weight.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    tl.debug_barrier()  # other threads of the program have read the list, and what they store is read next
+    tl.store(lists_ptr + place, kept_entry, mask=keep)
+    tl.debug_barrier()
+    values_ptr = cache_ptr + (head // G) * stride_ch + D
+    d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for begin in range(0, kept, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        entry = tl.load(lists_ptr + n, mask=n < kept, other=0)
+        slot = (entry >> 32) & 0xFFFFFFFF
+        v = tl.load(
+            values_ptr + (slot // N)[:, None] * stride_cb + (slot % N)[:, None] * stride_cn + d[None, :],
+            mask=(n < kept)[:, None] & (d < D)[None, :], other=0.0,
+        )  # fmt: skip
+        acc += tl.sum(entry.to(tl.int32).to(tl.float32, bitcast=True)[:, None] * v.to(tl.float32), axis=0)
+    out = out_ptr + (first_token + token).to(tl.int64) * stride_ot + head * stride_oh + d
+    tl.store(out, (acc / total).to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _alone(
+    q_ptr, keys_ptr, cache_ptr, table_ptr, table_at, stride_cb, stride_ch, stride_cn, out_ptr, flags_ptr, scores_ptr,
+    first_token, rows, first_position, kv_heads, scale, k, sink, window, width,
+    stride_qt, stride_qh, stride_kv, stride_ot, stride_oh,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program = BLOCK_R rows, and then others, of which it does those that are flagged."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    TOKENS: tl.constexpr = BLOCK_R // BLOCK_G
+    scores_ptr += tl.program_id(0).to(tl.int64) * ((BLOCK_R + 1) * width)
+    s = tl.arange(0, BLOCK_S)
+    m = tl.arange(0, BLOCK_R)
+    for i in range(tl.program_id(0), tl.cdiv(rows, TOKENS) * kv_heads, tl.num_programs(0)):
+        block, kv = i // kv_heads, i % kv_heads
+        q, row, _, nearest, last = _rows_of(
+            q_ptr,
+            block,
+            kv,
+            first_token,
+            rows,
+            first_position,
+            stride_qt,
+            stride_qh,
+            H,
+            G,
+            D,
+            BLOCK_G,
+            BLOCK_R,
+            BLOCK_D,
+        )
+        if tl.max(tl.load(flags_ptr + row).to(tl.int32)) > 0:
+            here = keys_ptr + kv.to(tl.int64) * stride_kv + tl.arange(0, BLOCK_D)[:, None] + s[None, :] * BLOCK_D
+            for step in range(last // BLOCK_S + 1):
+                x = tl.dot(q, tl.load(here + step * (BLOCK_S * BLOCK_D))) * scale
+                tl.store(scores_ptr + (m * width)[:, None] + (step * BLOCK_S + s)[None, :], x)
+            tl.debug_barrier()  # what other threads of the program stored is read next
+            for r in range(BLOCK_R):
+                token = nearest - first_position + r // BLOCK_G
+                head = kv * G + r % BLOCK_G
+                mine = (token < rows) & (r % BLOCK_G < G)
+                if tl.load(flags_ptr + token.to(tl.int64) * H + head, mask=mine, other=0) > 0:
+                    out = out_ptr + (first_token + token).to(tl.int64) * stride_ot + head * stride_oh
+                    _one_row(
+                        scores_ptr + r * width, (scores_ptr + BLOCK_R * width).to(tl.pointer_type(tl.int32)),
+                        cache_ptr + kv * stride_ch + D, table_ptr + table_at, out, stride_cb, stride_cn,
+                        k, sink, window, first_position + token, D, N, BLOCK_E, BLOCK_C, BLOCK_N, BLOCK_D,
+                    )  # fmt: skip
+            tl.debug_barrier()  # what was read may be overwritten now
+
+
 @triton.jit
-def _complete(words_ptr, ranks_ptr, ids_ptr, sink, window, position, TILE: tl.constexpr, BLOCK_W: tl.constexpr):
-    """For a row whose candidates no list holds: make all its scores readable, and list all its tiles."""
-    for begin in range(0, position + 1, BLOCK_W):
-        s = begin + tl.arange(0, BLOCK_W)
-        word = tl.load(words_ptr + s // WORD, mask=s <= position, other=0)
-        absent = ((word >> (s % WORD)) & 1) == 0
-        tl.store(ranks_ptr + s, float("-inf"), mask=absent & (s >= sink) & (s <= position - window))
-    for begin in range(0, position // TILE + 1, BLOCK_W):
-        t = begin + tl.arange(0, BLOCK_W)
-        tl.store(ids_ptr + t, t, mask=t * TILE <= position)
+def _one_row(
+    scores_ptr, places_ptr, values_ptr, table_ptr, out_ptr, stride_cb, stride_cn, k, sink, window, position,
+    D: tl.constexpr, N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Top-k attention of a row all of whose scores are stored; those that are kept take the places of the first ones."""
+    least, most = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
+    for begin in range(0, position + 1, BLOCK_E):
+        key, candidate = _candidates_of(scores_ptr, begin, sink, window, position, BLOCK_E)
+        least = tl.minimum(least, tl.min(tl.where(candidate, key, 2147483647)))
+        most = tl.maximum(most, tl.max(key))
+    count = tl.maximum(position - window + 1 - sink, 0)
+    low, high = least.to(tl.int64), most.to(tl.int64) + 1
+    while (count > k) & (high - low > 1):
+        middle = (low + high) // 2
+        reach = tl.full((), 0, tl.int32)
+        for begin in range(0, position + 1, BLOCK_E):
+            key, _ = _candidates_of(scores_ptr, begin, sink, window, position, BLOCK_E)
+            reach += tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
+        enough = reach >= k
+        low = tl.where(enough, middle, low)
+        count = tl.where(enough, reach, count)
+        high = tl.where(enough, high, middle)
+    threshold = low.to(tl.int32)
+    kept = tl.full((), 0, tl.int32)
+    top = tl.full((), float("-inf"), tl.float32)
+    for begin in range(0, position + 1, BLOCK_C):
+        s = begin + tl.arange(0, BLOCK_C)
+        x = tl.load(scores_ptr + s, mask=s <= position, other=0.0)
+        always = (s < sink) | (s > position - window)
+        keep = (s <= position) & (always | (kernels._ordered(x) >= threshold))
+        place = kept + tl.cumsum(keep.to(tl.int32)) - 1
+        tl.debug_barrier()  # all have read these scores, some of which are overwritten now
+        tl.store(scores_ptr + place, x, mask=keep)
+        tl.store(places_ptr + place, s, mask=keep)
+        top = tl.maximum(top, tl.max(tl.where(keep, x, float("-inf"))))
+        kept += tl.sum(keep.to(tl.int32))
+    tl.debug_barrier()
+    d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    for begin in range(0, kept, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        s = tl.load(places_ptr + n, mask=n < kept, other=0)
+        p = tl.exp(tl.load(scores_ptr + n, mask=n < kept, other=float("-inf")) - top)
+        block = tl.load(table_ptr + s // N, mask=n < kept, other=0).to(tl.int64)
+        v = tl.load(
+            values_ptr + block[:, None] * stride_cb + (s % N)[:, None] * stride_cn + d[None, :],
+            mask=(n < kept)[:, None] & (d < D)[None, :], other=0.0,
+        )  # fmt: skip
+        acc += tl.sum(p[:, None] * v.to(tl.float32), axis=0)
+        total += tl.sum(p)
+    tl.store(out_ptr + d, (acc / total).to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _candidates_of(scores_ptr, begin, sink, window, position, BLOCK_E: tl.constexpr):
+    """Some scores of a row as integers, the smallest one for what is no candidate, and which are."""
+    s = begin + tl.arange(0, BLOCK_E)
+    candidate = (s >= sink) & (s <= position - window)
+    x = tl.load(scores_ptr + s, mask=candidate, other=0.0)
+    return tl.where(candidate, kernels._ordered(x), -2147483648), candidate
