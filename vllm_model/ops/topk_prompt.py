@@ -81,11 +81,14 @@ ALONE_KEYS = 128
 # The longest context: more keys are not copied.
 MOST = 2**19
 
-# Bits in a word.
-WORD = tl.constexpr(32)
+# Lists of a row and a part of the keys, and entries that are added to one at once.
+LISTS, MOST_AT_ONCE = tl.constexpr(4), tl.constexpr(16)
 
-# Few scores are listed, so a branch around the instructions that do it is worth having, and Triton has none for single
-# numbers. The interpreter knows Triton's only.
+# The smallest number that is finite.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+# Entries are stored by an instruction of our own: Triton would first bring all products into another order, by way of shared
+# memory, though few are wanted. The interpreter knows Triton's only.
 INLINE = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 
@@ -97,13 +100,18 @@ class Sizes:
         tile: sampled keys per maximum.
         maxima: of a row, a power of two.
         expected: sampled keys that should reach the bound.
-        room: entries of a list, a power of two.
+        room: entries of all lists of a row that are of use, a power of two.
     """
 
     tile: int
     maxima: int
     expected: float
     room: int
+
+    @property
+    def room_of_a_list(self) -> int:
+        """With a quarter more than its share, since keys do not fall on lists evenly, and what may not be filled."""
+        return self.room * 5 // (4 * LISTS.value) + MOST_AT_ONCE.value
 
     @classmethod
     def of(cls, pattern: TopK, longest: int) -> "Sizes | None":
@@ -197,12 +205,12 @@ def parts(pattern: TopK, heads: int, kv_heads: int, first: int, last: int, memor
 
 def _tokens_at_once(sizes: Sizes, heads: int, kv_heads: int, memory: int) -> int:
     whole = fewest_tokens(heads, kv_heads)
-    return max(whole, memory // (heads * (_bytes_of_a_list(sizes) + _bytes_of_a_row(sizes))) // whole * whole)
+    return max(whole, memory // (heads * (_bytes_of_lists(sizes) + _bytes_of_a_row(sizes))) // whole * whole)
 
 
-def _bytes_of_a_list(sizes: Sizes) -> int:
-    """Of its entries and their number."""
-    return 8 * sizes.room + 4
+def _bytes_of_lists(sizes: Sizes) -> int:
+    """Of the entries of a row in a part of the keys, and how many they are."""
+    return LISTS.value * (8 * sizes.room_of_a_list + 4)
 
 
 def _bytes_of_a_row(sizes: Sizes) -> int:
@@ -230,7 +238,7 @@ def workspace_bytes(pattern: TopK, heads: int, kv_heads: int, size: int, tokens:
     keys = 2 * kv_heads * block_d * (_whole(length) + _whole(-(-length // SAMPLED.value)))
     rows = heads * min(tokens, _tokens_at_once(sizes, heads, kv_heads, memory))
     lists = min(MOST_SPLITS * rows, max(rows, HITS.programs * _rows()))
-    listed = lists * _bytes_of_a_list(sizes) + rows * _bytes_of_a_row(sizes)
+    listed = lists * _bytes_of_lists(sizes) + rows * _bytes_of_a_row(sizes)
     alone = _alone_bytes(heads, kv_heads, length)
     return keys + tokens * heads + max(listed, alone) + 2 * workspace.SLACK
 
@@ -291,12 +299,12 @@ def attention(
             BLOCK_T=sizes.maxima, num_warps=max(1, sizes.maxima // 1024), **early,
         )  # fmt: skip
         _hits[(blocks, kv_heads, splits)](
-            query_THD, held.keys_KSD, bounds, lists, counts, *shared, held.keys_KSD.stride(0), sizes.room,
+            query_THD, held.keys_KSD, bounds, lists, counts, *shared, held.keys_KSD.stride(0), sizes.room_of_a_list,
             BLOCK_G=block_g, ASM=INLINE, **options, **_compiled(HITS),
         )  # fmt: skip
         _attend[(rows, heads)](
             lists, counts, *values, out_THD, held.flags_TH[first - begin :], first + offset, first, scale, pattern.k,
-            *window, splits, out_THD.stride(0), out_THD.stride(1),
+            *window, splits * LISTS.value, sizes.room_of_a_list, out_THD.stride(0), out_THD.stride(1),
             G=group, D=size, N=page, BLOCK_L=sizes.room, BLOCK_N=ATTEND.values, BLOCK_D=block_d,
             num_warps=ATTEND.warps * max(1, sizes.room // 512), num_stages=2, maxnreg=ATTEND.registers, **early,
         )  # fmt: skip
@@ -347,8 +355,8 @@ def _hold(
 def _scratch(sizes: Sizes, rows: int, splits: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Lists and their lengths; maxima and bounds."""
     return [
-        ((rows, splits, sizes.room), torch.int64),
-        ((rows, splits), torch.int32),
+        ((rows, splits, LISTS.value, sizes.room_of_a_list), torch.int64),
+        ((rows, splits, LISTS.value), torch.int32),
         ((rows, sizes.maxima), torch.float32),
         ((rows,), torch.float32),
     ]
@@ -369,7 +377,7 @@ def _compiled(shape: Shape) -> dict[str, Any]:
 
 
 VARYING = [
-    "first_token", "rows", "first_position", "sink", "window", "k", "tile", "splits", "length", "table_at", "kv_heads",
+    "first_token", "rows", "first_position", "sink", "window", "k", "tile", "lists", "length", "table_at", "kv_heads",
 ]  # fmt: skip
 
 
@@ -478,7 +486,7 @@ def _maxima(
 def _bounds(
     maxima_ptr, bounds_ptr, first_position, sink, window, tile, expected, BLOCK_T: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One program = one row: a bound that about `expected` sampled keys reach; NaN if all keys should be listed."""
+    """One program = one row: a bound that about `expected` sampled keys reach, or all if there are too few."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -488,7 +496,8 @@ def _bounds(
     share = 1.0 - tl.exp(tile * tl.log(1.0 - tl.minimum(expected / sampled, 0.99)))
     reached = tl.maximum(1.0, sampled / tile * share + 0.5).to(tl.int32)
     bound, _, _, _, _ = kernels._bound(maxima_ptr + row * BLOCK_T, reached, position, tile * SAMPLED, BLOCK_T)
-    tl.store(bounds_ptr + row, kernels._float_of(bound))
+    bound = kernels._float_of(bound)
+    tl.store(bounds_ptr + row, tl.where(bound == bound, bound, LOWEST))
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -500,7 +509,9 @@ def _hits(
 ):  # fmt: skip
     """As `_maxima`, for all keys: lists the candidates that reach the bound of their row, the sink and the window.
 
-    An entry has the product in its lower 32 bits and the key in the others. How many there are may be more than fit.
+    Of every eight keys, each pair has a list of its own: so each thread of a matrix unit, which holds two of every eight
+    products of a row, can list what it holds without asking the others. An entry has the product in its lower 32 bits and
+    the key in the others.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -524,72 +535,71 @@ def _hits(
     low, high = _steps(last, BLOCK_S)
     s = tl.arange(0, BLOCK_S)
     here = keys_ptr + kv.to(tl.int64) * stride_kv + tl.arange(0, BLOCK_D)[:, None] + s[None, :] * BLOCK_D
-    bound = tl.load(bounds_ptr + row)
-    WORDS: tl.constexpr = BLOCK_S // WORD
-    second = tl.arange(0, WORDS)
-    bits = tl.broadcast_to((1 << (s % WORD)).to(tl.int32)[None, :], (BLOCK_M, BLOCK_S))
-    list_of = row * tl.num_programs(2) + tl.program_id(2)
-    entries = lists_ptr + list_of * room
-    count = tl.zeros((BLOCK_M,), tl.int32)
+    pair = tl.arange(0, LISTS)
+    bound = tl.broadcast_to(tl.load(bounds_ptr + row)[:, None], (BLOCK_M, LISTS))
+    list_of = (row * tl.num_programs(2) + tl.program_id(2))[:, None] * LISTS + pair[None, :]
+    entries = (lists_ptr + list_of * room).to(tl.int64)
+    keys = tl.broadcast_to(2 * pair[None, :], (BLOCK_M, LISTS))
+    count = tl.zeros((BLOCK_M, LISTS), tl.int32)
     for step in range(low, high):
         k = tl.load(here + step * (BLOCK_S * BLOCK_D))
         x = tl.dot(q, k)
-        marked = tl.where(x < bound[:, None], 0, bits)
         if (step * BLOCK_S < sink) | ((step + 1) * BLOCK_S > nearest - window + 1):
             there = step * BLOCK_S + s
-            always = (there < sink)[None, :] | (there[None, :] > (position - window)[:, None])
-            marked = tl.where(always, bits, marked)
-            marked = tl.where(there[None, :] <= position[:, None], marked, 0)
-        words = tl.sum(tl.reshape(marked, (BLOCK_M, WORDS, WORD)), 2)
-        found = _bits(words, ASM)
-        total = tl.sum(found, 1)
-        # The place of the first of each word; there are two.
-        tl.static_assert(WORDS == 2)
-        place = count[:, None] + tl.where(second[None, :] == 0, 0, total[:, None] - found)
-        count += total
-        words = tl.reshape(tl.broadcast_to(words[:, :, None], (BLOCK_M, WORDS, WORD)), (BLOCK_M, BLOCK_S))
-        place = tl.reshape(tl.broadcast_to(place[:, :, None], (BLOCK_M, WORDS, WORD)), (BLOCK_M, BLOCK_S))
-        key = tl.broadcast_to((step * BLOCK_S + s)[None, :], (BLOCK_M, BLOCK_S))
-        if ASM:
-            here_at = tl.broadcast_to(entries.to(tl.int64)[:, None], (BLOCK_M, BLOCK_S))
-            tl.inline_asm_elementwise(
-                # Two scores at a time: a branch for each would cost more than it saves.
-                """{
-                .reg .pred p, q; .reg .b32 t, u; .reg .b64 a;
-                and.b32 t, $4, $6; and.b32 u, $5, $7; or.b32 u, t, u; setp.eq.s32 p, u, 0;
-                @p bra DONE;
-                setp.ne.s32 p, t, 0; setp.ne.s32 q, t, u;
-                sub.u32 t, $6, 1; and.b32 t, t, $4; popc.b32 t, t; add.u32 t, t, $8; setp.lt.and.s32 p, t, $14, p;
-                sub.u32 u, $7, 1; and.b32 u, u, $5; popc.b32 u, u; add.u32 u, u, $9; setp.lt.and.s32 q, u, $15, q;
-                mad.wide.s32 a, t, 8, $2; @p st.global.v2.b32 [a], {$10, $12};
-                mad.wide.s32 a, u, 8, $3; @q st.global.v2.b32 [a], {$11, $13};
-                DONE: mov.u32 $0, 0; mov.u32 $1, 0;
-                }""",
-                "=r,=r,l,l,r,r,r,r,r,r,f,f,r,r,r,r", [here_at, words, bits, place, x, key, room],
-                dtype=tl.int32, is_pure=False, pack=2,
-            )  # fmt: skip
-        else:
-            place += _bits(words & (bits - 1), ASM)
-            entry = (key.to(tl.int64) << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-            tl.store(entries[:, None] + place, entry, mask=((words & bits) != 0) & (place < room))
+            candidate = (there >= sink)[None, :] & (there[None, :] <= (position - window)[:, None])
+            always = tl.where(candidate | (there[None, :] > position[:, None]), float("-inf"), x)
+            count = _append(
+                always,
+                tl.full((BLOCK_M, LISTS), LOWEST, tl.float32),
+                entries,
+                keys + step * BLOCK_S,
+                count,
+                room,
+                BLOCK_M,
+                ASM,
+            )
+            x = tl.where(candidate, x, float("-inf"))
+        count = _append(x, bound, entries, keys + step * BLOCK_S, count, room, BLOCK_M, ASM)
     tl.store(counts_ptr + list_of, count)
 
 
 @triton.jit
-def _bits(word, ASM: tl.constexpr):
-    """How many bits of a word are set."""
-    if ASM:
-        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
-    total = word * 0
-    for i in tl.static_range(32):
-        total += (word >> i) & 1
-    return total
+def _append(x, bound, entries, keys, count, room, BLOCK_M: tl.constexpr, ASM: tl.constexpr):
+    """List what reaches the bound of 64 products of each row; returns how many are listed then, more than fit perhaps."""
+    # A list that is full goes on at its end, so that nothing else is overwritten.
+    before = tl.minimum(count, room - MOST_AT_ONCE)
+    x = tl.permute(tl.reshape(x, (BLOCK_M, 2, 2, 2, LISTS, 2)), (0, 4, 5, 3, 2, 1))
+    after = _append_each(x, bound, entries, keys, before, 32, ASM)
+    return count + after - before
+
+
+@triton.jit
+def _append_each(x, bound, entries, keys, place, STEP: tl.constexpr, ASM: tl.constexpr):
+    """One product of each list after the other; those in the two halves of the last axis are STEP keys apart."""
+    if STEP == 0:
+        if ASM:
+            return tl.inline_asm_elementwise(
+                """{ .reg .pred p; .reg .b64 a;
+                setp.geu.f32 p, $2, $3; mad.wide.s32 a, $5, 8, $1; @p st.global.v2.b32 [a], {$2, $4};
+                mov.u32 $0, $5; @p add.u32 $0, $5, 1; }""",
+                "=r,l,f,f,r,r", [entries, x, bound, keys, place], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        wanted = (x < bound) == 0  # NaN too
+        entry = (keys.to(tl.int64) << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+        tl.store((entries + place * 8).to(tl.pointer_type(tl.int64)), entry, mask=wanted)
+        return place + wanted.to(tl.int32)
+    else:  # noqa: RET505  which one is decided when the kernel is compiled
+        # The halves of the axes in turn: 4, 2 and 1 eights, and the two of a pair.
+        near, far = tl.split(x)
+        NEXT: tl.constexpr = 1 if STEP == 8 else 0 if STEP == 1 else STEP // 2
+        place = _append_each(near, bound, entries, keys, place, NEXT, ASM)
+        return _append_each(far, bound, entries, keys + STEP, place, NEXT, ASM)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _attend(
     lists_ptr, counts_ptr, cache_ptr, table_ptr, table_at, stride_cb, stride_ch, stride_cn, out_ptr, flags_ptr,
-    first_token, first_position, scale, k, sink, window, splits, stride_ot, stride_oh,
+    first_token, first_position, scale, k, sink, window, lists, room, stride_ot, stride_oh,
     G: tl.constexpr, D: tl.constexpr, N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -599,22 +609,24 @@ def _attend(
     token, head = tl.program_id(0), tl.program_id(1)
     row = token.to(tl.int64) * tl.num_programs(1) + head
     position = first_position + token
-    lists_ptr += row * splits * BLOCK_L
+    lists_ptr += row * lists * room
     e = tl.arange(0, BLOCK_L)
     listed = tl.zeros((BLOCK_L,), tl.int64)
     count = tl.full((), 0, tl.int32)
-    for split in range(splits):
-        here = tl.load(counts_ptr + row * splits + split)
+    most = tl.full((), 0, tl.int32)
+    for i in range(lists):
+        here = tl.load(counts_ptr + row * lists + i)
         inside = (e >= count) & (e < count + here)
-        listed = tl.load(lists_ptr + split * BLOCK_L + e - count, mask=inside, other=0) | listed
+        listed = tl.load(lists_ptr + i * room + e - count, mask=inside, other=0) | listed
         count += here
+        most = tl.maximum(most, here)
     s = (listed >> 32).to(tl.int32)
     x = listed.to(tl.int32).to(tl.float32, bitcast=True)
     candidate = (e < count) & (s >= sink) & (s <= position - window)
     key = tl.where(candidate, kernels._ordered(x), -2147483648)
     hits = tl.sum(candidate.to(tl.int32))
     wanted = tl.minimum(k, tl.maximum(position - window + 1 - sink, 0))
-    bad = (count > BLOCK_L) | (hits < wanted)
+    bad = (count > BLOCK_L) | (most > room - MOST_AT_ONCE) | (hits < wanted)
     tl.store(flags_ptr + row, bad.to(tl.int8))
     if bad:
         return
