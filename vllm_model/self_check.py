@@ -107,9 +107,10 @@ def _compare(
     pattern = options["pattern"]
     pages = max(3, -(-min(_candidates(pattern) + 2 * page, longest) // page))
     batches = [([1, 1], pages), ([5, 1], pages)]
-    # Top-k has other kernels for as many rows as the matrix unit takes at once, and four times the keys that are kept.
-    many = max(pages, -(-min(2 * _candidates(pattern) + 2 * page, longest) // page))
-    rows = min(128 * cache_BKNC.shape[1] // heads + 8, most_tokens - 1, many * page - 3)
+    # Top-k has other kernels for as many rows as the matrix unit takes at once, if all see four times the keys that are kept.
+    rows = 128 * cache_BKNC.shape[1] // heads + 8
+    many = max(pages, -(-min(2 * _candidates(pattern) + rows + page, longest) // page))
+    rows = min(rows, most_tokens - 1, many * page - 3)
     if isinstance(pattern, TopK) and rows > 5 and rows * heads * many * page <= MOST_SCORES:
         batches.append(([rows, 1], many))
     for queries, pages in batches:
