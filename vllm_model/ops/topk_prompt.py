@@ -67,9 +67,9 @@ MAXIMA = Shape(128, 64, 8, 3, 128, 528)
 HITS = Shape(128, 64, 8, 3, 128, 528)
 ATTEND = Attend(32, 1, 96)
 
-# Maxima of a row, at least: as many as `_bounds` searches in hardly more time than fewer. Entries of a list, at most: one program
+# Tiles of a row, at least: as many as `_bounds` searches in hardly more time than fewer. Entries of a list, at most: one program
 # has them in registers.
-FEWEST_MAXIMA, LONGEST_LIST = 512, 8192
+FEWEST_TILES, LONGEST_LIST = 512, 8192
 
 # How far the guess keeps away from too few keys, and a list from being too short, in standard deviations.
 SURE, ROOMY = 4.2, 3.5
@@ -99,17 +99,15 @@ INLINE = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How a part of a prompt is done.
+    """How the rows of a prompt are done.
 
     Attributes:
-        tile: sampled keys per maximum.
-        maxima: of a row, a power of two.
+        tiles: of a row, a power of two, each with a maximum.
         expected: sampled keys that should reach the bound.
         room: entries of all lists of a row that are of use, a power of two.
     """
 
-    tile: int
-    maxima: int
+    tiles: int
     expected: float
     room: int
 
@@ -119,9 +117,9 @@ class Sizes:
         return self.room * 5 // (4 * LISTS.value) + MOST_AT_ONCE.value
 
     @classmethod
-    def of(cls, pattern: TopK, longest: int) -> "Sizes | None":
-        """None where there are too few keys for a useful bound, or too many to be searched for one."""
-        if pattern.share != "head" or not least_keys(pattern) <= longest <= MOST:
+    def of(cls, pattern: TopK) -> "Sizes | None":
+        """None for patterns that are not for this file."""
+        if pattern.share != "head":
             return None
         always = pattern.sink + pattern.window
         # How many of some keys are sampled has three quarters of its mean for a variance, and the square root of that number
@@ -131,11 +129,8 @@ class Sizes:
         room = triton.next_power_of_2(math.ceil(SAMPLED.value * (wanted + 2 * ROOMY * deviation) ** 2) + always)
         most = math.sqrt((room - always) / SAMPLED.value)
         expected = (wanted + min((most - wanted) / 2, SURE * deviation)) ** 2
-        samples = -(-longest // SAMPLED.value)
-        maxima = triton.next_power_of_2(max(FEWEST_MAXIMA, math.ceil(4 * expected), -(-samples // MAXIMA.keys)))
-        if maxima > kernels.BLOCKS_T[-1] or room > LONGEST_LIST:
-            return None
-        return cls(triton.next_power_of_2(-(-samples // maxima)), maxima, expected, room)
+        tiles = triton.next_power_of_2(max(FEWEST_TILES, math.ceil(4 * expected)))
+        return cls(tiles, expected, room) if tiles <= kernels.BLOCKS_T[-1] and room <= LONGEST_LIST else None
 
 
 @dataclass(frozen=True)
@@ -171,7 +166,7 @@ def serves(query_THD: Tensor, cache_BKNC: Tensor, pattern: TopK, scale: float, p
     same = query_THD.dtype == cache_BKNC.dtype and query_THD.element_size() == 2
     # A list has 32 bits for the place of a value.
     places = cache_BKNC.shape[0] * cache_BKNC.shape[2] < 2**31
-    return plain and scale > 0 and filled and same and places and 16 <= size <= 128 and pattern.share == "head"
+    return plain and scale > 0 and filled and same and places and 16 <= size <= 128 and Sizes.of(pattern) is not None
 
 
 def _rows() -> int:
@@ -195,17 +190,16 @@ def parts(pattern: TopK, heads: int, kv_heads: int, first: int, last: int, memor
         Ranges of positions, one behind the other. What is before or after them is not for this file: contexts that are
         too short or too long, or too few tokens.
     """
-    found: list[tuple[int, int]] = []
     whole = fewest_tokens(heads, kv_heads)
-    begin = max(first, least_keys(pattern), whole)
-    # Tiles are as large as the last token wants them, at most twice as large as the first one does.
-    while (stop := min(last, 2 * begin, MOST)) - begin >= whole and (sizes := Sizes.of(pattern, stop)):
-        most = _tokens_at_once(sizes, heads, kv_heads, memory)
-        equal = -(-(stop - begin) // -(-(stop - begin) // most))
-        end = min(stop, begin + -(-equal // whole) * whole)
-        found.append((begin, end))
-        begin = end
-    return found
+    begin, stop = max(first, least_keys(pattern), whole), min(last, MOST)
+    sizes = Sizes.of(pattern)
+    if sizes is None or stop - begin < whole:
+        return []
+    most = _tokens_at_once(sizes, heads, kv_heads, memory)
+    equal = -(-(stop - begin) // -(-(stop - begin) // most))
+    size = -(-equal // whole) * whole
+    found = [(at, min(at + size, stop)) for at in range(begin, stop, size)]
+    return found if found[-1][1] - found[-1][0] >= whole else found[:-1]
 
 
 def _tokens_at_once(sizes: Sizes, heads: int, kv_heads: int, memory: int) -> int:
@@ -220,27 +214,24 @@ def _bytes_of_lists(sizes: Sizes) -> int:
 
 def _bytes_of_a_row(sizes: Sizes) -> int:
     """Of its maxima and its bound."""
-    return 4 * sizes.maxima + 4
+    return 4 * sizes.tiles + 4
 
 
 def batches_to_compile(pattern: TopK, longest: int) -> list[tuple[int, int, int]]:
-    """Requests, query tokens and context: one for each set of kernels."""
-    tokens = _rows()
-    found: dict[tuple[int, int], int] = {}
-    for length in sorted({least_keys(pattern) + 2 * tokens, *(2**n + 1 for n in range(10, 19))}):
-        if least_keys(pattern) + tokens < length <= longest and (sizes := Sizes.of(pattern, length)):
-            found.setdefault((sizes.tile, sizes.maxima), length)
-    return [(1, tokens, length) for length in found.values()]
+    """Requests, query tokens and context that all kernels serve."""
+    length = least_keys(pattern) + 2 * _rows()
+    return [(1, _rows(), length)] if length <= longest and Sizes.of(pattern) else []
 
 
 def workspace_bytes(pattern: TopK, heads: int, kv_heads: int, size: int, tokens: int, longest: int, memory: int) -> int:
     """What `attention` takes at most, for so many tokens or fewer and contexts up to `longest`; 0 if it is never called."""
     length = min(longest, MOST)
-    sizes = Sizes.of(pattern, length)
-    if sizes is None or tokens < fewest_tokens(heads, kv_heads) or not 16 <= size <= 128:
+    sizes = Sizes.of(pattern)
+    never = length < least_keys(pattern) or tokens < fewest_tokens(heads, kv_heads) or not 16 <= size <= 128
+    if sizes is None or never:
         return 0
     block_d = triton.next_power_of_2(size)
-    keys = 2 * kv_heads * block_d * (_whole(length) + _whole(-(-length // SAMPLED.value)))
+    keys = 2 * kv_heads * block_d * (_whole(length) + _sample(sizes, length))
     rows = heads * min(tokens, _tokens_at_once(sizes, heads, kv_heads, memory))
     lists = rows * _bytes_of_lists(sizes)
     listed = max(lists, min(MOST_SPLITS * lists, SPARED_BYTES)) + rows * _bytes_of_a_row(sizes)
@@ -264,6 +255,11 @@ def _whole(keys: int) -> int:
     return -(-keys // step) * step
 
 
+def _sample(sizes: Sizes, keys: int) -> int:
+    """Sampled keys, rounded up to as many for every tile."""
+    return -(-keys // (SAMPLED.value * sizes.tiles)) * sizes.tiles
+
+
 def attention(
     query_THD: Tensor, cache_BKNC: Tensor, table_RP: Tensor, out_THD: Tensor, *,
     request: int, offset: int, ranges: list[tuple[int, int]], scale: float, pattern: TopK,
@@ -282,26 +278,26 @@ def attention(
     begin, longest = ranges[0][0], ranges[-1][1]
     block_d, block_g = triton.next_power_of_2(size), triton.next_power_of_2(group)
     early = kernels.early_launch(query_THD.device)
-    held = _hold(query_THD, cache_BKNC, table_RP, request, ranges, pattern)
+    sizes = Sizes.of(pattern)
+    assert sizes is not None
+    held = _hold(query_THD, cache_BKNC, table_RP, request, ranges, sizes)
     options = {"H": heads, "G": group, "D": size, "BLOCK_D": block_d, **early}
     values = (cache_BKNC, table_RP, request * table_RP.stride(0), *cache_BKNC.stride()[:3])
     for first, last in ranges:
-        sizes = Sizes.of(pattern, last)
-        assert sizes is not None
         rows = last - first
         splits = _splits(sizes, rows, heads, kv_heads, last)
         lists, counts, maxima, bounds = workspace.cut(held.scratch, *_scratch(sizes, rows * heads, splits))
         window = (pattern.sink, pattern.window)
         shared = (first + offset, rows, first, *window, query_THD.stride(0), query_THD.stride(1))
         blocks = -(-rows // (_rows() // block_g))
-        sampling = max(1, min(-(-last // (SAMPLED.value * MAXIMA.keys)), MAXIMA.programs // (blocks * kv_heads)))
-        _maxima[(blocks, kv_heads, sampling)](
-            query_THD, held.sample_KSD, maxima, *shared, held.sample_KSD.stride(0), sizes.maxima,
-            TILE=sizes.tile, BLOCK_G=block_g, **options, **_compiled(MAXIMA),
+        groups = max(1, min(sizes.tiles // MAXIMA.keys, MAXIMA.programs // (blocks * kv_heads)))
+        _maxima[(blocks, kv_heads, groups)](
+            query_THD, held.sample_KSD, maxima, *shared, held.sample_KSD.stride(0),
+            TILES=sizes.tiles, BLOCK_G=block_g, **options, **_compiled(MAXIMA),
         )  # fmt: skip
         _bounds[(rows, heads)](
-            maxima, bounds, first, *window, sizes.tile, sizes.expected,
-            BLOCK_T=sizes.maxima, num_warps=max(1, sizes.maxima // 1024), **early,
+            maxima, bounds, first, *window, sizes.expected,
+            TILES=sizes.tiles, num_warps=max(1, sizes.tiles // 1024), **early,
         )  # fmt: skip
         _hits[(blocks, kv_heads, splits)](
             query_THD, held.keys_KSD, bounds, lists, counts, *shared, held.keys_KSD.stride(0), sizes.room_of_a_list,
@@ -328,7 +324,7 @@ def attention(
 
 
 def _hold(
-    query_THD: Tensor, cache_BKNC: Tensor, table_RP: Tensor, request: int, ranges: list[tuple[int, int]], pattern: TopK
+    query_THD: Tensor, cache_BKNC: Tensor, table_RP: Tensor, request: int, ranges: list[tuple[int, int]], sizes: Sizes
 ) -> Held:
     """Copy the keys of a request, and take memory for the parts."""
     kv_heads, page = cache_BKNC.shape[1:3]
@@ -337,15 +333,12 @@ def _hold(
     block_d = triton.next_power_of_2(size)
     wanted = [_alone_bytes(heads, kv_heads, longest)]
     for first, last in ranges:
-        sizes = Sizes.of(pattern, last)
-        assert sizes is not None
         splits = _splits(sizes, last - first, heads, kv_heads, last)
         wanted.append(workspace.bytes_of(*_scratch(sizes, (last - first) * heads, splits)))
-    keys, sample = _whole(longest), _whole(-(-longest // SAMPLED.value))
     keys_KSD, sample_KSD, flags_TH, scratch = workspace.take(
         query_THD.device,
-        ((kv_heads, keys, block_d), query_THD.dtype),
-        ((kv_heads, sample, block_d), query_THD.dtype),
+        ((kv_heads, _whole(longest), block_d), query_THD.dtype),
+        ((kv_heads, _sample(sizes, longest), block_d), query_THD.dtype),
         ((longest - begin, heads), torch.int8),
         ((max(wanted),), torch.uint8),
     )
@@ -362,7 +355,7 @@ def _scratch(sizes: Sizes, rows: int, splits: int) -> list[tuple[tuple[int, ...]
     return [
         ((rows, splits, LISTS.value, sizes.room_of_a_list), torch.int64),
         ((rows, splits, LISTS.value), torch.int32),
-        ((rows, sizes.maxima), torch.float32),
+        ((rows, sizes.tiles), torch.float32),
         ((rows,), torch.float32),
     ]
 

@@ -18,7 +18,7 @@ LISTS, MOST_AT_ONCE = tl.constexpr(4), tl.constexpr(16)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 VARYING = [
-    "first_token", "rows", "first_position", "sink", "window", "k", "tile", "lists", "length", "table_at", "kv_heads",
+    "first_token", "rows", "first_position", "sink", "window", "k", "lists", "length", "table_at", "kv_heads",
 ]  # fmt: skip
 
 
@@ -81,11 +81,14 @@ def _steps(last, BLOCK_S: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _maxima(
-    q_ptr, sample_ptr, maxima_ptr, first_token, rows, first_position, sink, window, stride_qt, stride_qh, stride_kv, width,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
+    q_ptr, sample_ptr, maxima_ptr, first_token, rows, first_position, sink, window, stride_qt, stride_qh, stride_kv,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program = BLOCK_M rows of one key/value head, and a part of the sample: the largest candidate of each tile."""
+    """One program = BLOCK_M rows of one key/value head, and some of the tiles: the largest candidate of each.
+
+    Every TILES-th sampled key is of the same tile: the keys that a row wants are often neighbours, which thus do not share one.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
     kv = tl.program_id(1)
@@ -105,27 +108,34 @@ def _maxima(
         BLOCK_M,
         BLOCK_D,
     )
+    GROUPS: tl.constexpr = TILES // BLOCK_S
     REACH: tl.constexpr = BLOCK_S * SAMPLED
-    low, high = _steps(last, REACH)
+    turns = last // (TILES * SAMPLED) + 1
+    each = tl.cdiv(GROUPS, tl.num_programs(2))
+    low = tl.program_id(2) * each
+    high = tl.minimum(low + each, GROUPS)
     s = tl.arange(0, BLOCK_S)
     here = sample_ptr + kv.to(tl.int64) * stride_kv + tl.arange(0, BLOCK_D)[:, None] + s[None, :] * BLOCK_D
-    PER_STEP: tl.constexpr = BLOCK_S // TILE
-    out = maxima_ptr + (row * width)[:, None] + tl.arange(0, PER_STEP)[None, :]
-    for step in range(low, high):
+    out = maxima_ptr + (row * TILES)[:, None] + s[None, :]
+    best = tl.full((BLOCK_M, BLOCK_S), float("-inf"), tl.float32)
+    for i in range(low * turns, high * turns):
+        step = i % turns * GROUPS + i // turns
         k = tl.load(here + step * (BLOCK_S * BLOCK_D))
         x = tl.dot(q, k)
-        # Only tiles at an edge hold what is no candidate: the sink, the window, keys to come.
+        # Only an edge holds what is no candidate: the sink, the window, keys to come.
         if (step * REACH < sink) | ((step + 1) * REACH > nearest - window + 1):
             there = _sampled(step * BLOCK_S + s)
             candidate = (there >= sink)[None, :] & (there[None, :] <= (position - window)[:, None])
             x = tl.where(candidate, x, float("-inf"))
-        best = tl.reduce(tl.reshape(x, (BLOCK_M, PER_STEP, TILE)), 2, kernels._largest)
-        tl.store(out + step * PER_STEP, best)
+        best = kernels._largest(best, x)
+        if i % turns == turns - 1:
+            tl.store(out + i // turns * BLOCK_S, best)
+            best = tl.full((BLOCK_M, BLOCK_S), float("-inf"), tl.float32)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _bounds(
-    maxima_ptr, bounds_ptr, first_position, sink, window, tile, expected, BLOCK_T: tl.constexpr, PDL: tl.constexpr
+    maxima_ptr, bounds_ptr, first_position, sink, window, expected, TILES: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One program = one row: a bound that about `expected` sampled keys reach, or all if there are too few."""
     if PDL:
@@ -133,10 +143,14 @@ def _bounds(
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     position = first_position + tl.program_id(0)
     sampled = tl.maximum(position - window + 1 - sink, 1).to(tl.float32) / SAMPLED
-    # Some of the expected keys share a tile: what share of the tiles has any?
-    share = 1.0 - tl.exp(tile * tl.log(1.0 - tl.minimum(expected / sampled, 0.99)))
-    reached = tl.maximum(1.0, sampled / tile * share + 0.5).to(tl.int32)
-    bound, _, _, _, _ = kernels._bound(maxima_ptr + row * BLOCK_T, reached, position, tile * SAMPLED, BLOCK_T)
+    # Some of the expected keys share a tile: how many tiles have any, if some have one key more than the others?
+    missed = 1.0 - tl.minimum(expected / sampled, 0.99)
+    fewer = (sampled / TILES).to(tl.int32).to(tl.float32)
+    more = sampled - fewer * TILES
+    none = tl.exp(fewer * tl.log(missed))
+    reached = TILES * (1.0 - none) + more * none * (1.0 - missed)
+    reached = tl.maximum(1.0, reached + 0.5).to(tl.int32)
+    bound, _, _, _, _ = kernels._bound(maxima_ptr + row * TILES, reached, position, 0, TILES)
     bound = kernels._float_of(bound)
     tl.store(bounds_ptr + row, tl.where(bound == bound, bound, LOWEST))
 
