@@ -11,7 +11,7 @@ which can matter:
 6. `_alone`: rows whose guess was bad, because too few keys reach the bound or too many. All their scores are stored and searched.
 
 What is listed are all keys that reach the bound, so wherever they are enough they hold the k largest: a guess decides how
-fast a row is, never what it is. If keys were drawn independently, 3 rows of 10,000 would be guessed badly.
+fast a row is, not what it is. If keys are drawn independently, 2 or 3 rows of 10,000 are guessed badly (docs/log.md).
 
 Legend: T packed query tokens, H query heads, KV key/value heads, G query heads per key/value head, D head size, N tokens
 per block, S keys of the request, rounded up. A row is a token and a query head.
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """Of `_attend`, for lists of 512: values at a time, and how it is compiled."""
+    """Of `_attend`: values at a time and warps for lists of 512, and registers."""
 
     values: int
     warps: int
@@ -280,6 +280,8 @@ def attention(
     early = kernels.early_launch(query_THD.device)
     sizes = Sizes.of(pattern)
     assert sizes is not None
+    # Each warp has values of its own to add up: their sums are put together once for all that are read at a time.
+    longer = max(1, sizes.room // 512)
     held = _hold(query_THD, cache_BKNC, table_RP, request, ranges, sizes)
     options = {"H": heads, "G": group, "D": size, "BLOCK_D": block_d, **early}
     values = (cache_BKNC, table_RP, request * table_RP.stride(0), *cache_BKNC.stride()[:3])
@@ -306,8 +308,8 @@ def attention(
         _attend[(rows, heads)](
             lists, counts, *values, out_THD, held.flags_TH[first - begin :], first + offset, first, scale, pattern.k,
             *window, splits * LISTS.value, sizes.room_of_a_list, out_THD.stride(0), out_THD.stride(1),
-            G=group, D=size, N=page, BLOCK_L=sizes.room, BLOCK_N=ATTEND.values, BLOCK_D=block_d,
-            num_warps=ATTEND.warps * max(1, sizes.room // 512), num_stages=2, maxnreg=ATTEND.registers, **early,
+            G=group, D=size, N=page, BLOCK_L=sizes.room, BLOCK_N=ATTEND.values * longer, BLOCK_D=block_d,
+            num_warps=ATTEND.warps * longer, num_stages=2, maxnreg=ATTEND.registers, **early,
         )  # fmt: skip
     block_r = _alone_rows(heads, kv_heads)
     rows, width = longest - begin, _whole(longest)
