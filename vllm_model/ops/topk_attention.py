@@ -21,7 +21,8 @@ The lists have room for what independent scores need and some more, and what fit
 that does not suffice (top keys that are neighbours, many ties), lists are read again and again (`_keep_in_steps`), or
 candidates searched in their tiles, and kept keys in all scores: slower, the same result.
 
-Nothing depends on the lengths on the host where every request has one query token, so the step can be captured.
+Nothing depends on the lengths on the host where every request has one query token, so the step can be captured. Long prompts
+whose heads choose for themselves go another way, where few scores are stored: topk_prompt.py.
 """
 
 from collections.abc import Sequence

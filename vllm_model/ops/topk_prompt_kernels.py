@@ -150,6 +150,7 @@ def _bounds(
     none = tl.exp(fewer * tl.log(missed))
     reached = TILES * (1.0 - none) + more * none * (1.0 - missed)
     reached = tl.maximum(1.0, reached + 0.5).to(tl.int32)
+    # Each tile has keys from all over the context: none is beyond the row's position.
     bound, _, _, _, _ = kernels._bound(maxima_ptr + row * TILES, reached, position, 0, TILES)
     bound = kernels._float_of(bound)
     tl.store(bounds_ptr + row, tl.where(bound == bound, bound, LOWEST))
@@ -251,7 +252,8 @@ def _append_each(x, bound, entries, keys, place, STEP: tl.constexpr, ASM: tl.con
         return _append_each(far, bound, entries, keys + STEP, place, NEXT, ASM)
 
 
-@triton.jit(do_not_specialize=VARYING)
+# The flags of a part begin anywhere.
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["flags_ptr"])
 def _attend(
     lists_ptr, counts_ptr, cache_ptr, table_ptr, table_at, stride_cb, stride_ch, stride_cn, out_ptr, flags_ptr,
     first_token, first_position, scale, k, sink, window, lists, room, stride_ot, stride_oh,
@@ -294,7 +296,7 @@ def _attend(
     kept = tl.sum(keep.to(tl.int32))
     place = tl.cumsum(keep.to(tl.int32)) - 1
     block = tl.load(table_ptr + table_at + s // N, mask=keep, other=0).to(tl.int64)
-    # What is kept, in the place of the first list: weights and where the values are.
+    # What is kept, in the place of the lists: weights and where the values are.
     kept_entry = ((block * N + s % N) << 32) | (weight.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     tl.debug_barrier()  # other threads of the program have read the list, and what they store is read next
     tl.store(lists_ptr + place, kept_entry, mask=keep)
