@@ -283,3 +283,36 @@ def test_ranges_of_a_prompt(k: int, heads: int, kv_heads: int, first: int, last:
     asked = max(bytes_of(*module._scratch(sizes, *part)) for part in parts)
     room = module.workspace_bytes(TopK(k, 4, 100), heads, kv_heads, 128, last - first, last, 2**30)
     assert asked <= room <= 3 * 2**30
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(8, 2, 300), (32, 8, 8192), (3, 1, 64)])
+@pytest.mark.parametrize("longest", [20_000, 131_072, 500_000])
+def test_shorter_contexts_need_no_more(
+    heads: int, kv_heads: int, tokens: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's workspace does not grow any more once it serves."""
+    from tiers.vllm_model.ops import topk_prompt as module
+    from tiers.vllm_model.ops import workspace
+
+    pattern = TopK(64)
+    sizes = module.Sizes.of(pattern)
+    asked: list[int] = []
+
+    def take(_device: Any, *wanted: Any) -> list[torch.Tensor]:
+        asked.append(workspace.bytes_of(*wanted))
+        return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in wanted]
+
+    class Nothing:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *_arguments, **_options: None
+
+    monkeypatch.setattr(module.workspace, "take", take)
+    monkeypatch.setattr(module, "_contiguous", Nothing())
+    query = torch.empty(tokens, heads, 64, dtype=DTYPE, device="meta")
+    cache = torch.empty(10, kv_heads, 16, 128, dtype=DTYPE, device="meta")
+    table = torch.empty(1, 10, dtype=torch.int32, device="meta")
+    for length in range(max(tokens, 1000), longest, 1999):
+        for some in (tokens, tokens // 2):
+            if ranges := module.parts(pattern, heads, kv_heads, length - some, length, 2**30):
+                module._hold(query, cache, table, 0, ranges, sizes)
+    assert max(asked) <= module.workspace_bytes(pattern, heads, kv_heads, 64, tokens, longest, 2**30)

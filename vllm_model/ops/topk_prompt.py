@@ -235,7 +235,9 @@ def workspace_bytes(pattern: TopK, heads: int, kv_heads: int, size: int, tokens:
     rows = heads * min(tokens, _tokens_at_once(sizes, heads, kv_heads, memory))
     lists = rows * _bytes_of_lists(sizes)
     listed = max(lists, min(MOST_SPLITS * lists, SPARED_BYTES)) + rows * _bytes_of_a_row(sizes)
-    alone = _alone_bytes(heads, kv_heads, length)
+    # Shorter contexts may have more programs that take more together.
+    program = _alone_bytes(heads, kv_heads, length)
+    alone = max(program, min(ALONE * program, SPARED_BYTES))
     return keys + tokens * heads + max(listed, alone) + 2 * workspace.SLACK
 
 
@@ -245,8 +247,8 @@ def _alone_rows(heads: int, kv_heads: int) -> int:
 
 
 def _alone_bytes(heads: int, kv_heads: int, longest: int) -> int:
-    program = 4 * (_alone_rows(heads, kv_heads) + 1) * _whole(longest)
-    return program * max(1, min(ALONE, SPARED_BYTES // program))
+    """Of a program of `_alone`: scores of its rows, and which keys are kept of one."""
+    return 4 * (_alone_rows(heads, kv_heads) + 1) * _whole(longest)
 
 
 def _whole(keys: int) -> int:
@@ -313,9 +315,8 @@ def attention(
         )  # fmt: skip
     block_r = _alone_rows(heads, kv_heads)
     rows, width = longest - begin, _whole(longest)
-    programs = min(
-        held.scratch.numel() // (4 * (block_r + 1) * width), -(-rows // (block_r // block_g)) * kv_heads, ALONE
-    )
+    room = held.scratch.numel() // _alone_bytes(heads, kv_heads, longest)
+    programs = min(room, -(-rows // (block_r // block_g)) * kv_heads, ALONE)
     _alone[(programs,)](
         query_THD, held.keys_KSD, *values, out_THD, held.flags_TH, held.scratch.view(torch.float32),
         begin + offset, rows, begin, kv_heads, scale, pattern.k, pattern.sink, pattern.window, width,
@@ -333,7 +334,8 @@ def _hold(
     heads, size = query_THD.shape[1:]
     begin, longest = ranges[0][0], ranges[-1][1]
     block_d = triton.next_power_of_2(size)
-    wanted = [_alone_bytes(heads, kv_heads, longest)]
+    program = _alone_bytes(heads, kv_heads, longest)
+    wanted = [program * max(1, min(ALONE, SPARED_BYTES // program))]
     for first, last in ranges:
         splits = _splits(sizes, last - first, heads, kv_heads, last)
         wanted.append(workspace.bytes_of(*_scratch(sizes, (last - first) * heads, splits)))
