@@ -80,14 +80,11 @@ COPIED = 64
 # Parts of the keys that a row has lists of its own for, at most: with few rows, one after another would take long.
 MOST_SPLITS = 16
 
-# Programs of `_alone`, each with all scores of a few rows.
-ALONE = 264
+# Programs of `_alone`, each with all scores of a few rows, and keys that one multiplies at a time.
+ALONE, ALONE_KEYS = 264, 128
 
 # What more programs than needed, of `_alone` and with lists of their own, may take of the workspace.
 SPARED_BYTES = 2**28
-
-# Keys that it multiplies at a time.
-ALONE_KEYS = 128
 
 # The longest context: more keys are not copied.
 MOST = 2**19
