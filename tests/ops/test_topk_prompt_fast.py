@@ -33,8 +33,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which short contexts take the ways of long ones."""
     from tiers.vllm_model.ops import topk_prompt as module
 
-    monkeypatch.setattr(module, "MAXIMA", module.MAXIMA._replace(rows=ROWS))
-    monkeypatch.setattr(module, "HITS", module.HITS._replace(rows=ROWS))
+    monkeypatch.setattr(module, "SHAPE", module.SHAPE._replace(rows=ROWS))
     monkeypatch.setattr(module, "FEWEST_TILES", 64)
 
 
@@ -116,7 +115,7 @@ def test_more_tiles_than_are_done_at_once(programs: int, served: Served, monkeyp
     from tiers.vllm_model.ops import topk_prompt as module
 
     monkeypatch.setattr(module, "FEWEST_TILES", 128)
-    monkeypatch.setattr(module, "MAXIMA", module.MAXIMA._replace(programs=programs))
+    monkeypatch.setattr(module, "SHAPE", module.SHAPE._replace(programs=programs))
     inputs = make_batch([(TOKENS, 600)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
     compare(inputs, TopK(4, 1, 2))
     assert served.flagged < 0.05
@@ -145,7 +144,7 @@ def test_any_shape_of_heads(heads: int, kv_heads: int, size: int, page: int, lay
 def test_lists_in_parts(programs: int, splits: int, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiers.vllm_model.ops import topk_prompt as module
 
-    monkeypatch.setattr(module, "HITS", module.HITS._replace(programs=programs))
+    monkeypatch.setattr(module, "SHAPE", module.SHAPE._replace(programs=programs))
     inputs = make_batch([(TOKENS, 256)], 16, "NHD", 4, 1, 32, DTYPE).to(DEVICE)
     compare(inputs, TopK(2, 1, 2))
     assert set(served.splits) == {splits}

@@ -162,29 +162,24 @@ def topk_attention(
     for first, last in _ranges(starts):
         begin, stop = starts[first], starts[last]
         longest = max(lengths[first:last])
-        if last - first > 1:
-            for start in range(begin, stop, part := _rows_at_once(pattern, heads, longest)):
-                end = min(start + part, stop)
-                _run(query_THD, cache_BKNC, batch, out_THD, first, last, start, end, 1, longest, *options)
-            continue
-        offset = stop - longest  # of the token at position p in the step
-        ranges: list[tuple[int, int]] = []
-        if prompt.serves(query_THD, cache_BKNC, pattern, scale, plain):
+        joined = last - first > 1
+        rest = [(begin, stop)]
+        if not joined and prompt.serves(query_THD, cache_BKNC, pattern, scale, plain):
+            offset = stop - longest  # of the token at position p in the step
             ranges = prompt.parts(pattern, heads, cache_BKNC.shape[1], begin - offset, longest, WORKSPACE_BYTES)
-        if ranges:
-            prompt.attention(
-                query_THD, cache_BKNC, batch.block_table_RP, out_THD,
-                request=first, offset=offset, ranges=ranges, scale=scale, pattern=pattern,
-            )  # fmt: skip
-        served = (ranges[0][0] + offset, ranges[-1][1] + offset) if ranges else (stop, stop)
-        for low, high in ((begin, served[0]), (served[1], stop)):
-            start = low
-            while start < high:
+            if ranges:
+                prompt.attention(
+                    query_THD, cache_BKNC, batch.block_table_RP, out_THD,
+                    request=first, offset=offset, ranges=ranges, scale=scale, pattern=pattern,
+                )  # fmt: skip
+                rest = [(begin, ranges[0][0] + offset), (ranges[-1][1] + offset, stop)]
+        for low, high in rest:
+            part = _rows_at_once(pattern, heads, longest - (stop - high))
+            for start in range(low, high, part):
+                end = min(start + part, high)
                 # A part of a prompt sees the keys up to its own last token only.
-                end = min(start + _rows_at_once(pattern, heads, longest - (stop - high)), high)
-                seen = longest - (stop - end)
-                _run(query_THD, cache_BKNC, batch, out_THD, first, last, start, end, end - start, seen, *options)
-                start = end
+                per_request, seen = (1, longest) if joined else (end - start, longest - (stop - end))
+                _run(query_THD, cache_BKNC, batch, out_THD, first, last, start, end, per_request, seen, *options)
 
 
 def _rows_at_once(pattern: TopK, heads: int, longest: int) -> int:

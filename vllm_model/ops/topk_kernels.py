@@ -218,18 +218,10 @@ def _bound(maxima_ptr, k, position, tile, BLOCK_T: tl.constexpr):
     some = key > nothing
     count = tl.sum(some.to(tl.int32))
     highest = tl.max(key)
-    low = tl.min(tl.where(some, key, 2147483647)).to(tl.int64)
-    high = highest.to(tl.int64) + 1
-    while (count > k) & (high - low > 1):
-        middle = (low + high) // 2
-        reach = tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
-        enough = reach >= k
-        low = tl.where(enough, middle, low)
-        count = tl.where(enough, reach, count)
-        high = tl.where(enough, high, middle)
-    reached = some & (key >= low.to(tl.int32))
+    low, count = _halved(key, count, tl.min(tl.where(some, key, 2147483647)), highest, k)
+    reached = some & (key >= low)
     # Fewer than k tiles do not hold k scores as large as their maxima.
-    bound = tl.where(count < k, -2147483647, low).to(tl.int32)
+    bound = tl.where(count < k, -2147483647, low)
     return bound, count, highest, t, reached
 
 
@@ -281,7 +273,7 @@ def _candidates(
 
 @triton.jit
 def _halved(key, count, low, high, k):
-    """The k-th largest of `key`, or any integer above the one after it: what reaches either is the same.
+    """The k-th largest of `key`, or any integer above the one after it: what reaches either is the same; and how many do.
 
     Halves the range between `low`, which `count` >= k of them reach, and `high`, which none does.
     """
@@ -293,7 +285,7 @@ def _halved(key, count, low, high, k):
         low = tl.where(enough, middle, low)
         count = tl.where(enough, reach, count)
         high = tl.where(enough, high, middle)
-    return low.to(tl.int32)
+    return low.to(tl.int32), count
 
 
 @triton.jit
@@ -387,7 +379,7 @@ def _keep(
         s = tl.load(listed_ptr + e, mask=e < count, other=0)
         rank = tl.load(keys_ptr + e, mask=e < count, other=float("-inf"))
         key = tl.where(e < count, _ordered(rank), -2147483648)
-        threshold = _halved(key, count, bound, highest, k)
+        threshold, _ = _halved(key, count, bound, highest, k)
         s = tl.where(e < count, s, tl.where(e < count + sinks, e - count, recent + e - count - sinks))
         keep = ((key >= threshold) | (e >= count)) & (e < total_entries)
         block = tl.load(table_ptr + s // N, mask=keep, other=0).to(tl.int64)

@@ -20,7 +20,7 @@ per block, S keys of the request, rounded up. A row is a token and a query head.
 import math
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -62,9 +62,8 @@ class Attend(NamedTuple):
     registers: int
 
 
-# The best of those tried (docs/log.md). Two programs on each multiprocessor of an H200, twice.
-MAXIMA = Shape(128, 64, 8, 3, 128, 528)
-HITS = Shape(128, 64, 8, 3, 128, 528)
+# The best of those tried (docs/log.md), for `_maxima` and `_hits`. Two programs on each multiprocessor of an H200, twice.
+SHAPE = Shape(128, 64, 8, 3, 128, 528)
 ATTEND = Attend(32, 1, 96)
 
 # Tiles of a row, at least: as many as `_bounds` searches in hardly more time than fewer. Entries of a list, at most: one program
@@ -159,22 +158,16 @@ def serves(query_THD: Tensor, cache_BKNC: Tensor, pattern: TopK, scale: float, p
         plain: no bias, decay or softcap: scores are products alone.
     """
     _, heads, size = query_THD.shape
-    filled = triton.next_power_of_2(heads // cache_BKNC.shape[1]) <= _rows()
+    filled = triton.next_power_of_2(heads // cache_BKNC.shape[1]) <= SHAPE.rows
     same = query_THD.dtype == cache_BKNC.dtype and query_THD.element_size() == 2
     # A list has 32 bits for the place of a value.
     places = cache_BKNC.shape[0] * cache_BKNC.shape[2] < 2**31
     return plain and scale > 0 and filled and same and places and 16 <= size <= 128 and Sizes.of(pattern) is not None
 
 
-def _rows() -> int:
-    """Rows of a program."""
-    assert MAXIMA.rows == HITS.rows
-    return HITS.rows
-
-
 def fewest_tokens(heads: int, kv_heads: int) -> int:
     """Tokens of a program: a part of a prompt with fewer is not for this file."""
-    return max(1, _rows() // triton.next_power_of_2(heads // kv_heads))
+    return max(1, SHAPE.rows // triton.next_power_of_2(heads // kv_heads))
 
 
 def parts(pattern: TopK, heads: int, kv_heads: int, first: int, last: int, memory: int) -> list[tuple[int, int]]:
@@ -216,8 +209,8 @@ def _bytes_of_a_row(sizes: Sizes) -> int:
 
 def batches_to_compile(pattern: TopK, longest: int) -> list[tuple[int, int, int]]:
     """Requests, query tokens and context that all kernels serve."""
-    length = least_keys(pattern) + 2 * _rows()
-    return [(1, _rows(), length)] if length <= longest and Sizes.of(pattern) else []
+    length = least_keys(pattern) + 2 * SHAPE.rows
+    return [(1, SHAPE.rows, length)] if length <= longest and Sizes.of(pattern) else []
 
 
 def workspace_bytes(pattern: TopK, heads: int, kv_heads: int, size: int, tokens: int, longest: int, memory: int) -> int:
@@ -250,7 +243,7 @@ def _alone_bytes(heads: int, kv_heads: int, longest: int) -> int:
 
 def _whole(keys: int) -> int:
     """As many keys, or a few more, so that no kernel stops in the middle of what it does at a time."""
-    step = max(MAXIMA.keys, HITS.keys, COPIED, ALONE_KEYS)
+    step = max(SHAPE.keys, COPIED, ALONE_KEYS)
     return -(-keys // step) * step
 
 
@@ -282,7 +275,11 @@ def attention(
     # Each warp has values of its own to add up: their sums are put together once for all that are read at a time.
     longer = max(1, sizes.room // 512)
     held = _hold(query_THD, cache_BKNC, table_RP, request, ranges, sizes)
-    options = {"H": heads, "G": group, "D": size, "BLOCK_D": block_d, **early}
+    options = {"H": heads, "G": group, "D": size, "BLOCK_D": block_d, "BLOCK_G": block_g, **early}
+    compiled = {
+        "BLOCK_M": SHAPE.rows, "BLOCK_S": SHAPE.keys,
+        "num_warps": SHAPE.warps, "num_stages": SHAPE.stages, "maxnreg": SHAPE.registers,
+    }  # fmt: skip
     values = (cache_BKNC, table_RP, request * table_RP.stride(0), *cache_BKNC.stride()[:3])
     for first, last in ranges:
         rows = last - first
@@ -290,11 +287,11 @@ def attention(
         lists, counts, maxima, bounds = workspace.cut(held.scratch, *_scratch(sizes, rows * heads, splits))
         window = (pattern.sink, pattern.window)
         shared = (first + offset, rows, first, *window, query_THD.stride(0), query_THD.stride(1))
-        blocks = -(-rows // (_rows() // block_g))
-        groups = max(1, min(sizes.tiles // MAXIMA.keys, MAXIMA.programs // (blocks * kv_heads)))
+        blocks = -(-rows // fewest_tokens(heads, kv_heads))
+        groups = max(1, min(sizes.tiles // SHAPE.keys, SHAPE.programs // (blocks * kv_heads)))
         _maxima[(blocks, kv_heads, groups)](
             query_THD, held.sample_KSD, maxima, *shared, held.sample_KSD.stride(0),
-            TILES=sizes.tiles, BLOCK_G=block_g, **options, **_compiled(MAXIMA),
+            TILES=sizes.tiles, **options, **compiled,
         )  # fmt: skip
         _bounds[(rows, heads)](
             maxima, bounds, first, *window, sizes.expected,
@@ -302,7 +299,7 @@ def attention(
         )  # fmt: skip
         _hits[(blocks, kv_heads, splits)](
             query_THD, held.keys_KSD, bounds, lists, counts, *shared, held.keys_KSD.stride(0), sizes.room_of_a_list,
-            BLOCK_G=block_g, ASM=INLINE, **options, **_compiled(HITS),
+            ASM=INLINE, **options, **compiled,
         )  # fmt: skip
         _attend[(rows, heads)](
             lists, counts, *values, out_THD, held.flags_TH[first - begin :], first + offset, first, scale, pattern.k,
@@ -318,7 +315,7 @@ def attention(
         query_THD, held.keys_KSD, *values, out_THD, held.flags_TH, held.scratch.view(torch.float32),
         begin + offset, rows, begin, kv_heads, scale, pattern.k, pattern.sink, pattern.window, width,
         query_THD.stride(0), query_THD.stride(1), held.keys_KSD.stride(0), out_THD.stride(0), out_THD.stride(1),
-        N=page, BLOCK_G=block_g, BLOCK_R=block_r, BLOCK_S=ALONE_KEYS, BLOCK_E=8192, BLOCK_C=2048, BLOCK_N=64,
+        N=page, BLOCK_R=block_r, BLOCK_S=ALONE_KEYS, BLOCK_E=8192, BLOCK_C=2048, BLOCK_N=64,
         **options, num_warps=8, num_stages=3,
     )  # fmt: skip
 
@@ -365,12 +362,4 @@ def _splits(sizes: Sizes, tokens: int, heads: int, kv_heads: int, keys: int) -> 
     """Parts of the keys."""
     blocks = -(-tokens // fewest_tokens(heads, kv_heads))
     room = SPARED_BYTES // (tokens * heads * _bytes_of_lists(sizes))
-    return max(1, min(MOST_SPLITS, -(-keys // HITS.keys), HITS.programs // (blocks * kv_heads), room))
-
-
-def _compiled(shape: Shape) -> dict[str, Any]:
-    """How a kernel that computes scores is compiled."""
-    return {
-        "BLOCK_M": shape.rows, "BLOCK_S": shape.keys,
-        "num_warps": shape.warps, "num_stages": shape.stages, "maxnreg": shape.registers,
-    }  # fmt: skip
+    return max(1, min(MOST_SPLITS, -(-keys // SHAPE.keys), SHAPE.programs // (blocks * kv_heads), room))

@@ -71,9 +71,15 @@ def _rows_of(
 
 
 @triton.jit
-def _steps(last, BLOCK_S: tl.constexpr):
-    """First step of this program's part of the keys, and the one after its last."""
-    total = last // BLOCK_S + 1
+def _first_keys(keys_ptr, kv, stride_kv, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers to the first BLOCK_S copied keys of a key/value head, as columns."""
+    s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    return keys_ptr + kv.to(tl.int64) * stride_kv + d[:, None] + s[None, :] * BLOCK_D
+
+
+@triton.jit
+def _share(total):
+    """The first of so many things that is this program's, among those of the third axis, and the one after its last."""
     each = tl.cdiv(total, tl.num_programs(2))
     low = tl.program_id(2) * each
     return low, tl.minimum(low + each, total)
@@ -93,29 +99,14 @@ def _maxima(
         tl.extra.cuda.gdc_wait()
     kv = tl.program_id(1)
     q, row, position, nearest, last = _rows_of(
-        q_ptr,
-        tl.program_id(0),
-        kv,
-        first_token,
-        rows,
-        first_position,
-        stride_qt,
-        stride_qh,
-        H,
-        G,
-        D,
-        BLOCK_G,
-        BLOCK_M,
-        BLOCK_D,
-    )
+        q_ptr, tl.program_id(0), kv, first_token, rows, first_position, stride_qt, stride_qh, H, G, D, BLOCK_G, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
     GROUPS: tl.constexpr = TILES // BLOCK_S
     REACH: tl.constexpr = BLOCK_S * SAMPLED
     turns = last // (TILES * SAMPLED) + 1
-    each = tl.cdiv(GROUPS, tl.num_programs(2))
-    low = tl.program_id(2) * each
-    high = tl.minimum(low + each, GROUPS)
+    low, high = _share(GROUPS)
     s = tl.arange(0, BLOCK_S)
-    here = sample_ptr + kv.to(tl.int64) * stride_kv + tl.arange(0, BLOCK_D)[:, None] + s[None, :] * BLOCK_D
+    here = _first_keys(sample_ptr, kv, stride_kv, BLOCK_S, BLOCK_D)
     out = maxima_ptr + (row * TILES)[:, None] + s[None, :]
     best = tl.full((BLOCK_M, BLOCK_S), float("-inf"), tl.float32)
     for i in range(low * turns, high * turns):
@@ -125,7 +116,7 @@ def _maxima(
         # Only an edge holds what is no candidate: the sink, the window, keys to come.
         if (step * REACH < sink) | ((step + 1) * REACH > nearest - window + 1):
             there = _sampled(step * BLOCK_S + s)
-            candidate = (there >= sink)[None, :] & (there[None, :] <= (position - window)[:, None])
+            candidate = kernels._between(there, sink, position - window, 0, 1)
             x = tl.where(candidate, x, float("-inf"))
         best = kernels._largest(best, x)
         if i % turns == turns - 1:
@@ -173,24 +164,11 @@ def _hits(
         tl.extra.cuda.gdc_wait()
     kv = tl.program_id(1)
     q, row, position, nearest, last = _rows_of(
-        q_ptr,
-        tl.program_id(0),
-        kv,
-        first_token,
-        rows,
-        first_position,
-        stride_qt,
-        stride_qh,
-        H,
-        G,
-        D,
-        BLOCK_G,
-        BLOCK_M,
-        BLOCK_D,
-    )
-    low, high = _steps(last, BLOCK_S)
+        q_ptr, tl.program_id(0), kv, first_token, rows, first_position, stride_qt, stride_qh, H, G, D, BLOCK_G, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
+    low, high = _share(last // BLOCK_S + 1)
     s = tl.arange(0, BLOCK_S)
-    here = keys_ptr + kv.to(tl.int64) * stride_kv + tl.arange(0, BLOCK_D)[:, None] + s[None, :] * BLOCK_D
+    here = _first_keys(keys_ptr, kv, stride_kv, BLOCK_S, BLOCK_D)
     pair = tl.arange(0, LISTS)
     bound = tl.broadcast_to(tl.load(bounds_ptr + row)[:, None], (BLOCK_M, LISTS))
     list_of = (row * tl.num_programs(2) + tl.program_id(2))[:, None] * LISTS + pair[None, :]
@@ -202,7 +180,7 @@ def _hits(
         x = tl.dot(q, k)
         if (step * BLOCK_S < sink) | ((step + 1) * BLOCK_S > nearest - window + 1):
             there = step * BLOCK_S + s
-            candidate = (there >= sink)[None, :] & (there[None, :] <= (position - window)[:, None])
+            candidate = kernels._between(there, sink, position - window, 0, 1)
             always = tl.where(candidate | (there[None, :] > position[:, None]), float("-inf"), x)
             count = _append(
                 always,
@@ -288,7 +266,7 @@ def _attend(
     if bad:
         return
     low = tl.min(tl.where(candidate, key, 2147483647))
-    threshold = kernels._halved(key, hits, low, tl.max(key), k)
+    threshold, _ = kernels._halved(key, hits, low, tl.max(key), k)
     keep = (e < count) & ((key >= threshold) | (candidate == 0))
     x = tl.where(keep, x * scale, float("-inf"))
     weight = tl.exp(x - tl.max(x))
@@ -336,23 +314,10 @@ def _alone(
     for i in range(tl.program_id(0), tl.cdiv(rows, TOKENS) * kv_heads, tl.num_programs(0)):
         block, kv = i // kv_heads, i % kv_heads
         q, row, _, nearest, last = _rows_of(
-            q_ptr,
-            block,
-            kv,
-            first_token,
-            rows,
-            first_position,
-            stride_qt,
-            stride_qh,
-            H,
-            G,
-            D,
-            BLOCK_G,
-            BLOCK_R,
-            BLOCK_D,
-        )
+            q_ptr, block, kv, first_token, rows, first_position, stride_qt, stride_qh, H, G, D, BLOCK_G, BLOCK_R, BLOCK_D,
+        )  # fmt: skip
         if tl.max(tl.load(flags_ptr + row).to(tl.int32)) > 0:
-            here = keys_ptr + kv.to(tl.int64) * stride_kv + tl.arange(0, BLOCK_D)[:, None] + s[None, :] * BLOCK_D
+            here = _first_keys(keys_ptr, kv, stride_kv, BLOCK_S, BLOCK_D)
             for step in range(last // BLOCK_S + 1):
                 x = tl.dot(q, tl.load(here + step * (BLOCK_S * BLOCK_D))) * scale
                 tl.store(scores_ptr + (m * width)[:, None] + (step * BLOCK_S + s)[None, :], x)
@@ -377,31 +342,22 @@ def _one_row(
     D: tl.constexpr, N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Top-k attention of a row all of whose scores are stored; those that are kept take the places of the first ones."""
-    least, most = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
-    for begin in range(0, position + 1, BLOCK_E):
-        key, candidate = _candidates_of(scores_ptr, begin, sink, window, position, BLOCK_E)
-        least = tl.minimum(least, tl.min(tl.where(candidate, key, 2147483647)))
-        most = tl.maximum(most, tl.max(key))
+    # Its candidates stand one behind the other.
     count = tl.maximum(position - window + 1 - sink, 0)
-    low, high = least.to(tl.int64), most.to(tl.int64) + 1
-    while (count > k) & (high - low > 1):
-        middle = (low + high) // 2
-        reach = tl.full((), 0, tl.int32)
-        for begin in range(0, position + 1, BLOCK_E):
-            key, _ = _candidates_of(scores_ptr, begin, sink, window, position, BLOCK_E)
-            reach += tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
-        enough = reach >= k
-        low = tl.where(enough, middle, low)
-        count = tl.where(enough, reach, count)
-        high = tl.where(enough, high, middle)
-    threshold = low.to(tl.int32)
+    least, most = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
+    for begin in range(0, count, BLOCK_E):
+        e = begin + tl.arange(0, BLOCK_E)
+        key = kernels._ordered(tl.load(scores_ptr + sink + e, mask=e < count, other=0.0))
+        least = tl.minimum(least, tl.min(tl.where(e < count, key, 2147483647)))
+        most = tl.maximum(most, tl.max(tl.where(e < count, key, -2147483648)))
+    threshold = kernels._threshold(
+        scores_ptr + sink, scores_ptr, places_ptr, count, count, 0, least, most, k, sink, window, position, 16, BLOCK_E
+    )
     kept = tl.full((), 0, tl.int32)
     top = tl.full((), float("-inf"), tl.float32)
     for begin in range(0, position + 1, BLOCK_C):
         s = begin + tl.arange(0, BLOCK_C)
-        x = tl.load(scores_ptr + s, mask=s <= position, other=0.0)
-        always = (s < sink) | (s > position - window)
-        keep = (s <= position) & (always | (kernels._ordered(x) >= threshold))
+        keep, x, _ = kernels._kept_of_all(scores_ptr, table_ptr, s, position + 1, threshold, sink, window, position, N)
         place = kept + tl.cumsum(keep.to(tl.int32)) - 1
         tl.debug_barrier()  # all have read these scores, some of which are overwritten now
         tl.store(scores_ptr + place, x, mask=keep)
@@ -424,12 +380,3 @@ def _one_row(
         acc += tl.sum(p[:, None] * v.to(tl.float32), axis=0)
         total += tl.sum(p)
     tl.store(out_ptr + d, (acc / total).to(out_ptr.dtype.element_ty), mask=d < D)
-
-
-@triton.jit
-def _candidates_of(scores_ptr, begin, sink, window, position, BLOCK_E: tl.constexpr):
-    """Some scores of a row as integers, the smallest one for what is no candidate, and which are."""
-    s = begin + tl.arange(0, BLOCK_E)
-    candidate = (s >= sink) & (s <= position - window)
-    x = tl.load(scores_ptr + s, mask=candidate, other=0.0)
-    return tl.where(candidate, kernels._ordered(x), -2147483648), candidate
