@@ -14,9 +14,9 @@ from torch import Tensor
 def compiled(function: FunctionType, variant: Hashable, **fixed: Any) -> Callable[..., Any]:
     """Compile a function with some of its keyword arguments fixed. Compiles at the first call, for inference or training.
 
-    Each combination of arguments is compiled by itself. For one of them dynamo compiles again only where a dimension is
-    1 (or 0) that was larger, or the reverse, and where something changes that `variant` should have named; it raises
-    when it has done so too often, and never turns to eager execution.
+    Each combination of arguments is compiled by itself. For one of them dynamo compiles again only if a size becomes 1 or
+    0 that `first_size_varies` was not told of, or something changes that `variant` should have named. It raises when it
+    has done so too often, and never turns to eager execution.
 
     Args:
         function: takes positional arguments, and `fixed` by keyword.
@@ -49,16 +49,26 @@ def kinds(*tensors: Tensor | None) -> Hashable:
     )
 
 
-def first_size_varies(*tensors: Tensor) -> None:
-    """Declare the first dimension of each tensor dynamic and the others constants of the code.
+def first_size_varies(*tensors: Tensor) -> list[Tensor]:
+    """The same tensors, their first size unknown to the compiler and the others constants of the code.
 
     Without it dynamo takes sizes that happen to be equal in the first call for one and the same, and compiles again when
-    they differ. A first dimension of 1 is left to dynamo, which compiles for it separately.
+    they differ. Inside the function torch._check tells which of these sizes are the same. Where gradients are wanted, a
+    first size of 1 is left to dynamo, which compiles for it separately.
     """
-    for tensor in tensors:
-        if len(tensor) > 1:
-            torch._dynamo.mark_dynamic(tensor, 0)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        for tensor in tensors:
+            if len(tensor) > 1:
+                torch._dynamo.mark_dynamic(tensor, 0)
+            torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))
+        return list(tensors)
+    # Marks are attributes, and what these mean other compiled code might not be able to do: it does not see them on tensors
+    # that are new. Views would not do, since dynamo compiles for the sizes of what they are views of.
+    new = [tensor.data for tensor in tensors]
+    for tensor in new:
+        torch._dynamo.decorators.mark_unbacked(tensor, 0)
         torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))
+    return new
 
 
 def _why_eager() -> str:

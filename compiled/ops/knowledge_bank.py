@@ -7,12 +7,12 @@ from tiers.reference.ops.knowledge_bank import check
 
 
 def knowledge_bank(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor, scale: float) -> Tensor:
-    """Same contract as the reference, gradients included. One code for one token and one for any other number."""
+    """Same contract as the reference, gradients included. Compiles once for all numbers of tokens, with gradients again for one token."""
     check(hidden_TM, keys_NM, values_NM)
     if not len(hidden_TM):
         return hidden_TM.clone()
-    first_size_varies(hidden_TM)
-    return compiled(_knowledge_bank, kinds(hidden_TM, keys_NM, values_NM))(hidden_TM, keys_NM, values_NM, scale)
+    run = compiled(_knowledge_bank, kinds(hidden_TM, keys_NM, values_NM))
+    return run(*first_size_varies(hidden_TM), keys_NM, values_NM, scale)
 
 
 def _knowledge_bank(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor, scale: float) -> Tensor:

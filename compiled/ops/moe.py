@@ -28,7 +28,7 @@ def moe(
     routing: Moe,
     first: int = 0,
 ) -> Tensor:
-    """Same contract as the reference. One code for one token and one for any other number.
+    """Same contract as the reference. Compiles once for all numbers of tokens.
 
     In bfloat16 torch's grouped product takes the sorted rows as they are, if M and F are multiples of 8. It has no other
     dtypes under torch.compile; there the rows of each expert are filled up to whole blocks, at most 2 L of them (or one per
@@ -38,19 +38,18 @@ def moe(
     if not len(hidden_TM):
         return hidden_TM.clone()
     gate, up, down = (w if isinstance(w, Tensor) else torch.stack(tuple(w)) for w in (gate_LFM, up_LFM, down_LMF))
-    first_size_varies(hidden_TM, logits_TE)
+    tokens = first_size_varies(hidden_TM, logits_TE)
     variant = kinds(hidden_TM, logits_TE, correction_E, gate)
     if hidden_TM.dtype == torch.bfloat16 and not hidden_TM.shape[1] % 8 and not down.shape[2] % 8:
         function = compiled(_grouped, variant, routing=routing, first=first)
-        return function(hidden_TM, logits_TE, correction_E, gate, up, down)
+        return function(*tokens, correction_E, gate, up, down)
     block, blocks = block_sizes(len(hidden_TM) * routing.top_k, len(down))
     # Its shape tells the code how many blocks there may be; both sizes vary.
     places_NB = torch.arange(blocks * block, device=hidden_TM.device).view(blocks, block)
-    if blocks > 1:
-        torch._dynamo.mark_dynamic(places_NB, 0)
-    torch._dynamo.mark_dynamic(places_NB, 1)
+    torch._dynamo.decorators.mark_unbacked(places_NB, 0)
+    torch._dynamo.mark_dynamic(places_NB, 1)  # never 1
     function = compiled(_blocked, variant, routing=routing, first=first)
-    return function(hidden_TM, logits_TE, correction_E, gate, up, down, places_NB)
+    return function(*tokens, correction_E, gate, up, down, places_NB)
 
 
 def block_sizes(rows: int, experts: int) -> tuple[int, int]:

@@ -12,8 +12,7 @@ Two functions are compiled, since one token per context and many want different 
   [H, R, L], where pattern and softmax work; the weights are read from there again block by block.
 - `_prefill`: several query tokens of one context. Its blocks are gathered once, as matrices in float32, and multiplied.
 
-What stays the same while a model is served is compiled in (`Setup`). Numbers of tokens, contexts and blocks are dynamic
-and never 1, for which torch.compile would make code of its own.
+What stays the same while a model is served is compiled in (`Setup`); numbers of tokens, contexts and blocks are not.
 """
 
 from collections.abc import Iterator, Sequence
@@ -112,20 +111,18 @@ def paged_attention(
 
     decode = compiled(_decode, variant, setup=setup)
     groups = list(_groups([piece for piece in pieces if piece.stop - piece.start == 1], setup))
-    if len(groups) == 1 and len(groups[0]) == len(batch.lengths_R) == len(query_THD) > 1:
-        blocks = _blocks(batch.block_table_RP, batch.lengths_R, groups[0], setup)
-        return decode(*_varying(query_THD.contiguous(), cache_BKNC, *blocks), _widest(groups[0], setup), kv_H, *added)
+    if len(groups) == 1 and len(groups[0]) == len(batch.lengths_R) == len(query_THD):
+        lists = _lists(batch.block_table_RP, batch.lengths_R, groups[0], setup)
+        varying = first_size_varies(query_THD.contiguous(), cache_BKNC, *lists)
+        return decode(*varying, _widest(groups[0], setup), kv_H, *added)
 
     out_THD = torch.zeros_like(query_THD)
     for group in groups:
-        # Never one row alone: beside it goes one that sees a single token of the same request.
-        rows = group if len(group) > 1 else [*group, Piece(group[0].start, group[0].stop, group[0].request, 1)]
-        tokens_R, requests_R, lengths_R = torch.tensor(
-            [[row.start, row.request, row.length] for row in rows], device=query_THD.device
-        ).T
-        blocks = _blocks(batch.block_table_RP[requests_R], lengths_R, rows, setup)
-        out_RHD = decode(*_varying(query_THD[tokens_R], cache_BKNC, *blocks), _widest(rows, setup), kv_H, *added)
-        out_THD[tokens_R[: len(group)]] = out_RHD[: len(group)]
+        rows = [[row.start, row.request, row.length] for row in group]
+        tokens_R, requests_R, lengths_R = torch.tensor(rows, device=query_THD.device).T
+        lists = _lists(batch.block_table_RP[requests_R], lengths_R, group, setup)
+        varying = first_size_varies(query_THD[tokens_R], cache_BKNC, *lists)
+        out_THD[tokens_R] = decode(*varying, _widest(group, setup), kv_H, *added)
 
     prefill = compiled(_prefill, variant, setup=setup)
     for piece in pieces:
@@ -140,7 +137,7 @@ def paged_attention(
             if decay_D is not None:
                 blocks_P = blocks_P.view(-1, setup.tile_blocks)
             positions_T = torch.arange(piece.length - (piece.stop - piece.start), piece.length, device=query_THD.device)
-            varying = _varying(query_THD[part].clone(), cache_BKNC, blocks_P, positions_T.int())
+            varying = first_size_varies(query_THD[part].contiguous(), cache_BKNC, blocks_P, positions_T.int())
             out_THD[part] = prefill(*varying, kv_H, *added)
     return out_THD
 
@@ -180,38 +177,31 @@ def _widest(rows: list[Piece], setup: Setup) -> int:
     return max(setup.least_blocks, *(setup.blocks(row.length) for row in rows))
 
 
-def _blocks(table_RP: Tensor, lengths_R: Tensor, rows: list[Piece], setup: Setup) -> tuple[Tensor, ...]:
-    """The blocks of all contexts, one after another.
+def _lists(table_RP: Tensor, lengths_R: Tensor, rows: list[Piece], setup: Setup) -> tuple[Tensor, Tensor]:
+    """The contexts, and their blocks, one after another.
 
     Not compiled, as Inductor would work these out again wherever they are read.
 
     Returns:
-        Lengths [R], int32; where the blocks of a context begin [R]; and of each block [X] its context, its place in
-        there and its id.
+        Of each context its length and where its blocks begin [R, 2]; of each block its context, its place in there and
+        its id [X, 3].
     """
-    lengths_R = lengths_R.int()
+    lengths_R = lengths_R.long()
     blocks_R = (lengths_R + (setup.page - 1)) // setup.page
     first_R = blocks_R.cumsum(0) - blocks_R
     # The sum is known here, so that a device need not be asked for it.
     total = sum(setup.blocks(row.length) for row in rows)
     context_X = torch.repeat_interleave(blocks_R, output_size=total)
     place_X = torch.arange(total, device=first_R.device) - first_R[context_X]
-    return lengths_R, first_R, context_X, place_X, table_RP[context_X, place_X].long()
-
-
-def _varying(*tensors: Tensor) -> tuple[Tensor, ...]:
-    first_size_varies(*tensors)
-    return tensors
+    id_X = table_RP[context_X, place_X].long()
+    return torch.stack((lengths_R, first_R), 1), torch.stack((context_X, place_X, id_X), 1)
 
 
 def _decode(
     query_RHD: Tensor,
     cache_BKNC: Tensor,
-    lengths_R: Tensor,
-    first_R: Tensor,
-    context_X: Tensor,
-    place_X: Tensor,
-    block_X: Tensor,
+    contexts_R2: Tensor,
+    blocks_X3: Tensor,
     widest: int,
     kv_H: Tensor | None,
     parts: Parts,
@@ -219,34 +209,38 @@ def _decode(
     *,
     setup: Setup,
 ) -> Tensor:
-    """Query r is the last token of context r; `_blocks` says what the lists are."""
+    """Query r is the last token of context r; `_lists` says what the lists are."""
     size, page, device = setup.size, setup.page, query_RHD.device
     exact = _exact(query_RHD)
+    torch._check(len(query_RHD) == len(contexts_R2))
+    length_R, first_R = contexts_R2.unbind(1)
+    context_X, place_X, id_X = blocks_X3.unbind(1)
     if kv_H is None:
         kv_H = torch.arange(setup.heads, device=device) // (setup.heads // setup.kv_heads)
     # Keys and values are cut apart before the look-up: one look-up for both would be a copy of the blocks.
-    key_XHND = cache_BKNC[..., :size][block_X[:, None], kv_H].to(exact)
+    key_XHND = cache_BKNC[..., :size][id_X[:, None], kv_H].to(exact)
     products_XHND = query_RHD.to(exact)[context_X][:, :, None] * key_XHND
     if decay_D is not None:
         position_XN = place_X[:, None] * page + torch.arange(page, device=device)
-        distance_XN = (lengths_R[context_X][:, None] - 1 - position_XN).clamp(min=0)
+        distance_XN = (length_R[context_X][:, None] - 1 - position_XN).clamp(min=0)
         products_XHND = products_XHND * torch.exp2(decay_D.to(exact) * distance_XN[:, None, :, None])
     scores_XHN = products_XHND.sum(-1)
 
     # Behind the last block of a context stands one of the next, which no query sees.
-    index_RP = (first_R[:, None] + torch.arange(widest, device=device)).clamp(max=len(block_X) - 1)
+    index_RP = (first_R[:, None] + torch.arange(widest, device=device)).clamp(max=len(id_X) - 1)
     scores_HRL = rearrange(scores_XHN[index_RP], "r p h n -> h r (p n)")
-    weights_HRL = _weights(scores_HRL, lengths_R - 1, parts, setup)
+    weights_HRL = _weights(scores_HRL, length_R.int() - 1, parts, setup)
     weights_XHN = rearrange(weights_HRL, "h r (p n) -> r p h n", n=page)[context_X, place_X]
 
-    value_XHND = cache_BKNC[..., size:][block_X[:, None], kv_H].to(exact)
+    value_XHND = cache_BKNC[..., size:][id_X[:, None], kv_H].to(exact)
     # The rest of a last block may hold NaN, which a weight of zero does not remove.
-    owned_XN = place_X[:, None] * page + torch.arange(page, device=device) < lengths_R[context_X][:, None]
-    value_XHND = torch.where(owned_XN[:, None, :, None], value_XHND, 0)
-    part_XHD = (weights_XHN[..., None] * value_XHND).sum(-2)
-    owned_RP = torch.arange(widest, device=device) * page < lengths_R[:, None]
-    out_RHD = _sum(torch.where(owned_RP[:, :, None, None], part_XHD[index_RP], 0), 1)
-    return (out_RHD / rearrange(_sum(weights_HRL, -1), "h r -> r h 1")).to(query_RHD.dtype)
+    owned_XN = place_X[:, None] * page + torch.arange(page, device=device) < length_R[context_X][:, None]
+    part_XHD = torch.where(owned_XN[:, None, :, None], weights_XHN[..., None] * value_XHND, 0).sum(-2)
+    owned_RP = torch.arange(widest, device=device) * page < length_R[:, None]
+    # Heads first: Inductor divides the outermost loop among threads, and there may be one context.
+    parts_HRPD = rearrange(part_XHD[index_RP], "r p h d -> h r p d")
+    out_HRD = _sum(torch.where(owned_RP[..., None], parts_HRPD, 0), 2) / _sum(weights_HRL, -1)[..., None]
+    return rearrange(out_HRD, "h r d -> r h d").to(query_RHD.dtype)
 
 
 def _prefill(
@@ -264,6 +258,7 @@ def _prefill(
     size, tiles = setup.size, blocks_P.shape[0]
     blocks_P = blocks_P.flatten()  # with xPos they come by tiles
     exact = _exact(query_THD)
+    torch._check(len(query_THD) == len(positions_T))
     # A head map is done with a copy of keys and values for each query head.
     both_PKNC = cache_BKNC[blocks_P] if kv_H is None else cache_BKNC[blocks_P[:, None], kv_H]
     kv, g = both_PKNC.shape[1], setup.heads // both_PKNC.shape[1]

@@ -34,7 +34,7 @@ def test_signature_is_that_of_the_reference() -> None:
     assert inspect.signature(knowledge_bank) == inspect.signature(reference)
 
 
-def test_a_session_compiles_twice() -> None:
+def test_a_session_compiles_once() -> None:
     before = graphs()
     with torch.inference_mode():
         for tokens in (SLOTS, 1, 2, WIDTH, 17, 1, 0, *range(3, 30), 64, 5000):
@@ -42,8 +42,7 @@ def test_a_session_compiles_twice() -> None:
             assert_close(knowledge_bank(*tensors, 0.2), reference(*tensors, 0.2), 1e-5)
         # Layers may differ in their scale.
         assert_close(knowledge_bank(*tensors, 0.7), reference(*tensors, 0.7), 1e-5)
-    # One token, and any other number of them.
-    assert graphs() - before == 2
+    assert graphs() - before == 1
 
 
 def test_values_and_gradients_match_the_reference() -> None:

@@ -38,14 +38,13 @@ def test_signature_is_that_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_session_compiles_twice(mode: str) -> None:
+def test_a_session_compiles_once(mode: str) -> None:
     before = graphs()
     with torch.inference_mode():
         for tokens in (WIDTH, 1, 2, 2 * WIDTH, 17, 1, 0, *range(3, 30), 64, 5000):
             tensors = inputs(tokens)
             assert_close(knowledge_gate(*tensors, mode), reference(*tensors, mode), 1e-5)
-    # One token, and any other number of them.
-    assert graphs() - before == 2
+    assert graphs() - before == 1
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -57,15 +57,14 @@ def test_signature_is_that_of_the_reference() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"), [("softmax", torch.float32), ("softmax", torch.bfloat16), ("sigmoid in groups", torch.float32)]
 )
-def test_a_session_compiles_twice(name: str, dtype: torch.dtype) -> None:
+def test_a_session_compiles_once(name: str, dtype: torch.dtype) -> None:
     before, routing = graphs(), ROUTINGS[name]
     budget = 2e-5 if dtype == torch.float32 else 0.1
     with torch.inference_mode():
         for tokens in (WIDTH, 1, 2, INNER, 17, 1, 0, *range(3, 20), 64, 1000):
             given = inputs(tokens, routing, dtype)
             assert_close(moe(**given), reference(**given), budget)
-    # One token, and any other number of them.
-    assert graphs() - before == 2
+    assert graphs() - before == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
