@@ -18,7 +18,7 @@ from tiers.reference.config import Attention, Dense, Gate, Layer, ModelConfig, S
 from tiers.reference.heads import HeadLayout
 from tiers.reference.ops import attention as reference
 from tiers.reference.ops.knowledge_bank import knowledge_bank
-from tiers.reference.ops.knowledge_gate import knowledge_gate
+from tiers.reference.ops.knowledge_gate import fold, knowledge_gate
 from tiers.reference.ops.paged_attention import Batch
 from tiers.reference.positions import T5, NoPosition, Position, Rope
 from tiers.reference.testing.inputs import position_options
@@ -286,7 +286,7 @@ def watched_gaps() -> Iterator[list[Tensor]]:
 
 @dataclass
 class GateInputs:
-    """The hidden state, W and b, and K and V of a bank or the rows of a table."""
+    """The hidden state, W and b, and K and V of a bank (with what is folded beside V, if it is) or the rows of a table."""
 
     hidden_TM: Tensor
     weight_M2M: Tensor
@@ -328,16 +328,20 @@ class GateCase:
     def call(self, tier: Tier | None, inputs: GateInputs, machine: Machine) -> Call:
         assert tier is not None
         bank, mix = dispatch.function("knowledge_bank", tier), dispatch.function("knowledge_gate", tier)
+        if self.gate.source == "bank" and tier is not Tier.REFERENCE:  # as it is served
+            keys, values = inputs.knowledge
+            inputs = replace(inputs, knowledge=[keys, torch.cat((values, fold(values, inputs.weight_M2M)), dim=1)])
         return partial(self._apply, bank, mix, inputs)
 
     def _apply(self, bank: Callable[..., Tensor], mix: Callable[..., Tensor], inputs: GateInputs) -> Tensor:
         hidden = inputs.hidden_TM
+        folded: list[Tensor] = []
         if self.gate.source == "bank":
             scale = self.gate.scale if self.gate.scale is not None else self.width**-0.5
-            knowledge = bank(hidden, *inputs.knowledge, scale)
+            knowledge, *folded = bank(hidden, *inputs.knowledge, scale).split(self.width, dim=1)
         else:
             (knowledge,) = inputs.knowledge
-        return mix(hidden, knowledge, inputs.weight_M2M, inputs.bias_M, self.gate.mode)
+        return mix(hidden, knowledge, inputs.weight_M2M, inputs.bias_M, self.gate.mode, *folded)
 
     def exact(self, inputs: GateInputs, machine: Machine) -> Exact:
         rows = torch.tensor(some(self.tokens, CHECKED_ROWS), device=machine.device)
@@ -357,8 +361,10 @@ class GateCase:
     def needed(self, itemsize: int) -> tuple[float, float]:
         """As of an AttentionCase."""
         slots = self.gate.slots or 0
-        tables = 2 * self.width**2 + 2 * slots * self.width
-        operations = 4 * self.tokens * self.width * (self.width + slots)
+        # With a bank: half of W, keys, and values with their products. Else the whole of W.
+        halves = 1 if slots else 2
+        tables = halves * self.width**2 + 3 * slots * self.width
+        operations = 2 * self.tokens * self.width * (halves * self.width + 3 * slots)
         return (3 * self.tokens * self.width + tables) * itemsize, operations
 
 

@@ -14,6 +14,7 @@ from tiers.reference import model as reference_model
 from tiers.reference.config import ModelConfig, TopK
 from tiers.reference.heads import HeadLayout
 from tiers.reference.ops.attention import attention
+from tiers.reference.ops.knowledge_gate import fold
 from tiers.reference.ops.paged_attention import Batch
 from tiers.vllm_model import dispatch
 from tiers.vllm_model.check_choices import MARGIN, watched
@@ -227,11 +228,13 @@ def gate_rows(
         hidden.to(precise), knowledge.to(precise), weight.to(precise), None if bias is None else bias.to(precise), mode
     )
     function = dispatch.function("knowledge_gate", tier)
+    given = (hidden, knowledge, weight, bias, mode)
+    noisy = call(*given).cpu()
     row = Row("operator", number, "gate", tier.value, "knowledge_gate")
-    yield _guarded(
-        row, lambda: function(hidden, knowledge, weight, bias, mode), exact.cpu(),
-        call(hidden, knowledge, weight, bias, mode).cpu(), None,
-    )  # fmt: skip
+    yield _guarded(row, lambda: function(*given), exact.cpu(), noisy, None)
+    if tier is not Tier.REFERENCE:
+        row = Row("operator", number, "gate", tier.value, "knowledge_gate, folded")
+        yield _guarded(row, lambda: function(*given, fold(knowledge, weight)), exact.cpu(), noisy, None)
 
 
 def moe_rows(

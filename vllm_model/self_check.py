@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiers.reference.config import TopK, Window
 from tiers.reference.ops.attention import Pattern
+from tiers.reference.ops.knowledge_gate import fold
 from tiers.reference.ops.paged_attention import Batch, paged_attention
 
 # Largest difference that rounding explains, relative to the largest value. Float32: sums in another order.
@@ -85,6 +86,18 @@ def check_tokens(
     except Exception as error:  # whatever a compiler or driver raises: the tier cannot serve
         return f"failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
     return None
+
+
+def folding(function: Callable[..., Tensor], weight_M2M: Tensor) -> Callable[..., Tensor]:
+    """A tier's `knowledge_gate` with the arguments that its reference has, called with the known product in place of the other."""
+
+    def folded(hidden_TM: Tensor, knowledge_TM: Tensor, *rest: Any) -> Tensor:
+        # Halves of a wider tensor, as from a bank.
+        both_T2M = torch.cat((knowledge_TM, fold(knowledge_TM, weight_M2M)), dim=1)
+        knowledge_TM, folded_TM = both_T2M.chunk(2, dim=1)
+        return function(hidden_TM, knowledge_TM, *rest, folded_TM)
+
+    return folded
 
 
 def _compare(

@@ -213,6 +213,7 @@ def check_vllm_config(vllm_config: Any) -> None:
         _check_moved_tiers(choices)
     shadow.options_of(vllm_config.additional_config)
     metrics.balance_rate(vllm_config.additional_config)
+    folds_tables(vllm_config.additional_config)
     from tiers.vllm_model import sampling  # imports vLLM's samplers, which nobody else here needs
 
     sampling.mask_ids_without_token(vllm_config, config.vocab_size)
@@ -271,6 +272,21 @@ def _logged_once(folder: ModelFolder) -> list[str]:
         return []
     _logged.add(folder.folder)
     return folder.notes
+
+
+def folds_tables(additional: Any) -> bool:
+    """Whether `--additional-config '{"fold_tables": true}'` gives memory for the products of tables.
+
+    Raises:
+        ConfigError: neither true nor false.
+    """
+    found = additional.get("fold_tables", False) if isinstance(additional, dict) else False
+    if not isinstance(found, bool):
+        raise ConfigError(
+            f"additional-config: fold_tables is {found!r}; expected true or false, whether gates keep their tables a second "
+            "time, multiplied by half of their weight"
+        )
+    return found
 
 
 def choose_tiers(vllm_config: Any) -> tuple[Choice, ...]:

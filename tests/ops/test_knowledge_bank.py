@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tiers.reference.ops.knowledge_bank import knowledge_bank
+from tiers.reference.ops.knowledge_gate import fold
 from tiers.reference.testing.compare import assert_close, assert_within_budget
 
 
@@ -63,6 +64,14 @@ def test_bfloat16_stays_near_the_exact_result() -> None:
     assert_within_budget(actual, eager, exact)
 
 
+def test_values_may_be_wider_than_keys() -> None:
+    h, keys, values = inputs(7, 5, 8)
+    weight = torch.randn(8, 16, dtype=torch.float64)
+    knowledge = knowledge_bank(h, keys, values, 0.5)
+    both = knowledge_bank(h, keys, torch.cat((values, fold(values, weight)), dim=1), 0.5)
+    assert_close(both, torch.cat((knowledge, fold(knowledge, weight)), dim=1), 1e-12)
+
+
 def test_no_argument_is_modified() -> None:
     tensors = inputs(7, 5, 8)
     before = [tensor.clone() for tensor in tensors]
@@ -79,5 +88,5 @@ def test_rejects_mismatched_shapes() -> None:
     h, keys, values = inputs(3, 4, 5)
     with pytest.raises(ValueError, match="keys_NM has width 4; expected 5, that of hidden_TM"):
         knowledge_bank(h, keys[:, :4], values, 1.0)
-    with pytest.raises(ValueError, match=r"values_NM has shape \(3, 5\); expected \(4, 5\)"):
+    with pytest.raises(ValueError, match="values_NC has 3 rows; expected 4, one per key"):
         knowledge_bank(h, keys, values[:3], 1.0)

@@ -57,6 +57,16 @@ def test_values_and_gradients_match_the_reference() -> None:
     assert graphs() - before == 2
 
 
+def test_values_may_be_wider_than_keys() -> None:
+    before = graphs()
+    with torch.inference_mode():
+        for tokens in (3, 1, 0, 70):
+            h, keys, values = inputs(tokens)
+            wide = torch.cat((values, values * 2), dim=1)
+            assert_close(knowledge_bank(h, keys, wide, 0.2), reference(h, keys, wide, 0.2), 1e-5)
+    assert graphs() - before == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_compiled_errs_no_more_than_eager_does(dtype: torch.dtype) -> None:
     tensors = inputs(7, 4096, dtype)
@@ -69,7 +79,7 @@ def test_wrong_arguments_are_refused() -> None:
     h, keys, values = inputs(3)
     with pytest.raises(ValueError, match="keys_NM has width 3; expected 48"):
         knowledge_bank(h, keys[:, :3], values, 1.0)
-    with pytest.raises(ValueError, match="values_NM has shape"):
+    with pytest.raises(ValueError, match="values_NC has 3 rows"):
         knowledge_bank(h, keys, values[:3], 1.0)
 
 

@@ -75,6 +75,13 @@ def test_every_way_matches_reference(fast: Any, slots: int, width: int) -> None:
     assert torch.equal(fast(*tensors, width**-0.5), first)
 
 
+@pytest.mark.usefixtures("way")
+def test_values_may_be_wider_than_keys(fast: Any) -> None:
+    h, keys, values = inputs(20, 40, 100)
+    wide = torch.cat((values, values * 2), dim=1)[:, :150]
+    assert_close(fast(h, keys, wide, 0.1), reference(h, keys, wide, 0.1), 1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("way")
 def test_fast_errs_no_more_than_eager_does(fast: Any, dtype: torch.dtype) -> None:
@@ -206,7 +213,7 @@ def test_fast_refuses_what_the_reference_refuses(fast: Any) -> None:
 
 def test_fast_refuses_what_its_kernels_would_misread(fast: Any) -> None:
     h, keys, values = inputs(3, 5, 4)
-    with pytest.raises(ValueError, match=r"values_NM is torch.float16; expected torch.float32"):
+    with pytest.raises(ValueError, match=r"values_NC is torch.float16; expected torch.float32"):
         fast(h, keys, values.half(), 0.2)
     with pytest.raises(ValueError, match=r"hidden_TM is torch.float64; expected float32, float16 or bfloat16"):
         fast(h.double(), keys.double(), values.double(), 0.2)

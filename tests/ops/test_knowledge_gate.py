@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiers.reference.ops.knowledge_gate import combine, knowledge_gate
+from tiers.reference.ops.knowledge_gate import combine, fold, knowledge_gate
 from tiers.reference.testing.compare import assert_close
 
 MODES = ("linear", "sigmoid", "mix")
@@ -45,6 +45,16 @@ def test_matches_the_formula(tokens: int, width: int, has_bias: bool, mode: str)
     h, e, weight, bias = inputs(tokens, width)
     expected = naive_gate(h, e, weight, bias if has_bias else None, mode)
     assert_close(knowledge_gate(h, e, weight, bias if has_bias else None, mode), expected, 1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+def test_what_is_folded_stands_for_the_product(has_bias: bool, mode: str) -> None:
+    h, e, weight, bias = inputs(7, 5)
+    options = (bias if has_bias else None, mode)
+    half = weight.clone()
+    half[:, 5:] = float("nan")  # not read
+    assert_close(knowledge_gate(h, e, half, *options, fold(e, weight)), naive_gate(h, e, weight, *options), 1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tiers.compiled.ops.knowledge_gate import knowledge_gate
-from tiers.reference.ops.knowledge_gate import MODES
+from tiers.reference.ops.knowledge_gate import MODES, fold
 from tiers.reference.ops.knowledge_gate import knowledge_gate as reference
 from tiers.reference.testing.compare import assert_close, assert_within_budget
 
@@ -45,6 +45,31 @@ def test_a_session_compiles_once(mode: str) -> None:
             tensors = inputs(tokens)
             assert_close(knowledge_gate(*tensors, mode), reference(*tensors, mode), 1e-5)
     assert graphs() - before == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_folded_stands_for_the_product_and_compiles_once(mode: str) -> None:
+    before = graphs()
+    with torch.inference_mode():
+        for tokens in (1, 17, WIDTH, 0, 64):
+            h, e, weight, bias = inputs(tokens)
+            half = weight.clone()
+            half[:, WIDTH:] = float("nan")  # not read
+            # As a bank gives them, and as a table does.
+            for given in (torch.cat((e, fold(e, weight)), dim=1).split(WIDTH, dim=1), (e, fold(e, weight))):
+                actual = knowledge_gate(h, given[0], half, bias, mode, given[1])
+                assert_close(actual, reference(h, e, weight, bias, mode), 1e-5)
+    assert graphs() - before == 1
+
+
+def test_only_the_weight_may_want_a_gradient() -> None:
+    for tokens in (5, 1):
+        h, e, weight, bias = inputs(tokens, torch.float64)
+        weight.requires_grad_()
+        grads = [
+            torch.autograd.grad(f(h, e, weight, bias, "mix").sum(), weight)[0] for f in (knowledge_gate, reference)
+        ]
+        assert_close(grads[0], grads[1], 1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)

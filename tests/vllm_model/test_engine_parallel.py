@@ -59,7 +59,11 @@ def one_group_config() -> dict[str, Any]:
 
 
 TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "rope and gates": (tiny_config(), {}),
+    # A gate with a table, of which each rank has some rows, and one with a bank.
+    "rope and gates": (
+        tiny_config(),
+        {"additional_config": {"tiers": "reference,*.gate=compiled", "fold_tables": True}},
+    ),
     "ALiBi and unequal groups": (unequal_config(), {}),
     "every kind of positions": (positions_config(), {}),
     "uneven layers": (uneven_config(), {}),
@@ -90,6 +94,8 @@ def test_two_ranks_match_the_reference(name: str, on_two_ranks: dict[str, dict[s
     assert len(result["counts"]) == 2
     for counts in result["counts"]:
         assert counts["attention reference"] > 0
+        if "gates" in name:
+            assert counts["gate compiled"] == counts["gate folded compiled"] > 0
         if "experts" in name:
             assert counts["moe compiled"] == counts["moe fast"] == counts["moe reference"] > 0
 
@@ -114,8 +120,9 @@ def on_one_rank(serve_jobs: Serve, tmp_path_factory: pytest.TempPathFactory) -> 
         "ffn": {"kind": "moe", "num_experts": 4, "top_k": 2, "intermediate_size": 32},
         "gate": {"mode": "sigmoid", "source": "bank", "slots": 5},
     }
-    every = tiny_config(num_hidden_layers=2, layers={"0": layer, "1": layer})
-    plan = {"tiers": "reference,1.attention=compiled,1.gate=compiled,1.moe=fast"}
+    looking_up = {**layer, "gate": {"mode": "mix", "source": "token"}}
+    every = tiny_config(num_hidden_layers=2, layers={"0": layer, "1": looking_up})
+    plan = {"tiers": "reference,1.attention=compiled,1.gate=compiled,1.moe=fast", "fold_tables": True}
     small = tiny_config(
         # Heads of a size that vLLM's attention for the CPU was built for.
         mixer={**tiny_config()["mixer"], "head_dim": 32}, num_hidden_layers=2,
@@ -150,7 +157,7 @@ def test_every_operator_inside_what_vllm_compiles_matches_the_reference(on_one_r
     assert result["error"] <= LOGPROB_BUDGET
     (counts,) = result["counts"]
     assert set(counts) == {f"{name} reference" for name in ("attention", "gate", "moe")} | {
-        "attention compiled", "gate compiled", "moe fast",
+        "attention compiled", "gate compiled", "gate folded compiled", "moe fast",
     }  # fmt: skip
     for name, tier in (("attention", "compiled"), ("gate", "compiled"), ("moe", "fast")):
         assert counts[f"{name} reference"] == counts[f"{name} {tier}"] > 0
@@ -160,8 +167,9 @@ def test_auto_on_the_cpu_is_the_compiled_tier_unless_vllm_has_a_kernel(on_one_ra
     result = on_one_rank["auto"]
     assert result["error"] <= LOGPROB_BUDGET
     (counts,) = result["counts"]
-    assert set(counts) == {"attention compiled", "gate compiled"}
-    assert counts["attention compiled"] == counts["gate compiled"]
+    # The products of a bank's values are kept without being asked for.
+    assert set(counts) == {"attention compiled", "gate compiled", "gate folded compiled"}
+    assert counts["attention compiled"] == counts["gate compiled"] == counts["gate folded compiled"]
 
 
 def test_auto_takes_the_compiled_tier_for_positions_that_vllm_does_not_know(

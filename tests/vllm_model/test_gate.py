@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from tiers.reference.config import ModelConfig
-from tiers.reference.errors import ServingError
+from tiers.reference.errors import ConfigError, ServingError
 from tiers.reference.ops.knowledge_bank import knowledge_bank
-from tiers.reference.ops.knowledge_gate import knowledge_gate
+from tiers.reference.ops.knowledge_gate import fold, knowledge_gate
+from tiers.reference.testing.compare import assert_close
 from tiers.reference.testing.tiny import tiny_config
 from tiers.vllm_model import dispatch, gate
 from tiers.vllm_model.dispatch import Choice, Where
 from tiers.vllm_model.gate import GateTier
 from tiers.vllm_model.plan import Tier
 from tiers.vllm_model.self_check import TOKENS, check_tokens
+from tiers.vllm_model.serving import folds_tables
 
 WIDTH, SLOTS = 20, 5
 BOTH = (Tier.FAST, Tier.REFERENCE)
@@ -80,7 +82,20 @@ def step(served: GateTier, tensors: dict[str, Tensor], monkeypatch: pytest.Monke
     layer = _encode_layer_name("layers.7.gate")
     hidden = tensors["hidden"]
     knowledge = torch.ops.tiers.knowledge_bank(hidden, tensors["keys"], tensors["values"], 0.2, layer)
-    return torch.ops.tiers.knowledge_gate(hidden, knowledge, tensors["weight"], None, "mix", layer)
+    return torch.ops.tiers.knowledge_gate(hidden, knowledge, None, tensors["weight"], None, "mix", layer)
+
+
+def looked_up(served: GateTier, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """A step of a layer with a table whose products are known."""
+    from vllm.utils.torch_utils import _encode_layer_name
+
+    context = types.SimpleNamespace(no_compile_layers={"layers.7.gate": served})
+    monkeypatch.setattr(gate, "get_forward_context", lambda: context)
+    folded = fold(tensors["knowledge"], tensors["weight"])
+    layer = _encode_layer_name("layers.7.gate")
+    return torch.ops.tiers.knowledge_gate(
+        tensors["hidden"], tensors["knowledge"], folded, tensors["weight"], None, "mix", layer
+    )
 
 
 def expect(tensors: dict[str, Tensor]) -> Tensor:
@@ -214,3 +229,70 @@ def test_the_fast_gate_says_why_it_cannot_serve(where: Where, expected: str | No
     layer = ModelConfig.from_dict(tiny_config()).layers[2]
     reason = dispatch.unsupported("gate", Tier.FAST, layer, where)
     assert reason is None if expected is None else expected in str(reason)
+
+
+def test_what_is_folded_reaches_the_tier(
+    pretend: Any, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+
+    def counting(*args: Any) -> Tensor:
+        given.append(len(args))
+        return knowledge_gate(*args)
+
+    served = pretend(knowledge_gate=counting)
+    served.folded = True
+    dispatch.COUNTS.clear()
+    expected = knowledge_gate(tensors["hidden"], tensors["knowledge"], tensors["weight"], None, "mix")
+    assert_close(looked_up(served, tensors, monkeypatch), expected, 1e-6)
+    # Proved without and with it.
+    assert given == [*[5] * len(TOKENS), *[6] * len(TOKENS), 6]
+    assert dict(dispatch.COUNTS) == {("gate", "fast"): 1, ("gate folded", "fast"): 1}
+
+
+def test_on_weights_that_nobody_loaded_the_first_step_folds(
+    pretend: Any, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = pretend()
+    folds: list[bool] = []
+
+    def now() -> None:
+        folds.append(True)
+        served.folded = True
+
+    served.fold = now
+    dispatch.COUNTS.clear()
+    for _ in range(3):
+        looked_up(served, tensors, monkeypatch)
+    assert folds == [True]
+    assert dict(dispatch.COUNTS) == {("gate", "fast"): 3, ("gate folded", "fast"): 2}
+
+
+def test_a_tier_that_is_wrong_only_where_it_is_folded_takes_its_layer_down(
+    pretend: Any, tensors: dict[str, Tensor], warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*args: Any) -> Tensor:
+        return knowledge_gate(*args) * (1.01 if len(args) == 6 else 1)
+
+    served = pretend(knowledge_gate=wrong)
+    served.folded = True
+    # What is folded might itself be the cause, so that the reference multiplies by all of W.
+    expected = knowledge_gate(tensors["hidden"], tensors["knowledge"], tensors["weight"], None, "mix")
+    assert torch.equal(looked_up(served, tensors, monkeypatch), expected)
+    assert served.tier is Tier.REFERENCE
+    assert "differs from the reference by 0.01" in warnings[0]
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_fold_tables_is_true_or_false(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"fold_tables is {value!r}; expected true or false"):
+        folds_tables({"fold_tables": value})
+
+
+def test_tables_are_folded_only_where_the_user_says_so() -> None:
+    assert [folds_tables(x) for x in ({}, {"fold_tables": False}, {"fold_tables": True}, None)] == [
+        False,
+        False,
+        True,
+        False,
+    ]

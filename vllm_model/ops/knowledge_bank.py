@@ -1,6 +1,6 @@
 """The bank of learned slots in Triton, forward and backward. Same contract as the reference; dispatch.py knows its limits.
 
-Legend: T tokens, N slots, M model width.
+Legend: T tokens, N slots, M model width, C channels of a value.
 
 Few tokens: `_scores` multiplies h by the keys, cut into parts along M since there are few slots, and `_look_up` adds the
 parts, does the softmax and multiplies by the values. Scores stay in float32.
@@ -22,14 +22,14 @@ from tiers.vllm_model.ops.knowledge_gate import DTYPES, PROGRAMS, rows
 FEW_TOKENS = 128
 
 
-def knowledge_bank(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor, scale: float) -> Tensor:
+def knowledge_bank(hidden_TM: Tensor, keys_NM: Tensor, values_NC: Tensor, scale: float) -> Tensor:
     """Same contract as the reference, differentiable once; needs float32, float16 or bfloat16 on CUDA.
 
     Raises:
         ValueError: also where a dtype disagrees.
     """
-    _check(hidden_TM, keys_NM, values_NM)
-    tensors = (hidden_TM, keys_NM, values_NM)
+    _check(hidden_TM, keys_NM, values_NC)
+    tensors = (hidden_TM, keys_NM, values_NC)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if keep or torch.compiler.is_compiling():
         return torch.ops.tiers_fast.knowledge_bank(*tensors, scale, keep)[0]
@@ -37,7 +37,7 @@ def knowledge_bank(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor, scale:
     return _forward(*tensors, scale, keep)[0]
 
 
-def _check(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor) -> None:
+def _check(hidden_TM: Tensor, keys_NM: Tensor, values_NC: Tensor) -> None:
     if hidden_TM.dim() != 2:
         raise ValueError(f"hidden_TM has shape {tuple(hidden_TM.shape)}; expected tokens and width")
     if hidden_TM.dtype not in DTYPES:
@@ -45,27 +45,27 @@ def _check(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor) -> None:
     width = hidden_TM.shape[1]
     if keys_NM.shape[-1] != width:
         raise ValueError(f"keys_NM has width {keys_NM.shape[-1]}; expected {width}, that of hidden_TM")
-    if values_NM.shape != keys_NM.shape:
-        raise ValueError(f"values_NM has shape {tuple(values_NM.shape)}; expected {tuple(keys_NM.shape)}")
-    for name, tensor in (("keys_NM", keys_NM), ("values_NM", values_NM)):
+    if len(values_NC) != len(keys_NM):
+        raise ValueError(f"values_NC has {len(values_NC)} rows; expected {len(keys_NM)}, one per key")
+    for name, tensor in (("keys_NM", keys_NM), ("values_NC", values_NC)):
         if tensor.dtype != hidden_TM.dtype:
             raise ValueError(f"{name} is {tensor.dtype}; expected {hidden_TM.dtype}, that of hidden_TM")
 
 
-def _forward(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor, scale: float, keep: bool) -> tuple[Tensor, Tensor]:
+def _forward(hidden_TM: Tensor, keys_NM: Tensor, values_NC: Tensor, scale: float, keep: bool) -> tuple[Tensor, Tensor]:
     """The result, and the weights [T, N] if they are to be kept, else an empty tensor."""
     tokens, slots = len(hidden_TM), len(keys_NM)
     if tokens and slots and tokens <= FEW_TOKENS and not keep:
-        return _few(rows(hidden_TM), rows(keys_NM), rows(values_NM), scale), hidden_TM.new_empty(0)
+        return _few(rows(hidden_TM), rows(keys_NM), rows(values_NC), scale), hidden_TM.new_empty(0)
     weights_TN = torch.mm(hidden_TM, keys_NM.t())
     if weights_TN.numel():
         _softmax[(tokens,)](weights_TN, scale, slots, BLOCK=_block(slots), num_warps=4)
-    return torch.mm(weights_TN, values_NM), weights_TN if keep else hidden_TM.new_empty(0)
+    return torch.mm(weights_TN, values_NC), weights_TN if keep else hidden_TM.new_empty(0)
 
 
-def _few(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor, scale: float) -> Tensor:
-    (tokens, width), slots = hidden_TM.shape, len(keys_NM)
-    out_TM = torch.empty((tokens, width), dtype=hidden_TM.dtype, device=hidden_TM.device)
+def _few(hidden_TM: Tensor, keys_NM: Tensor, values_NC: Tensor, scale: float) -> Tensor:
+    (tokens, width), (slots, channels) = hidden_TM.shape, values_NC.shape
+    out_TC = torch.empty((tokens, channels), dtype=hidden_TM.dtype, device=hidden_TM.device)
     block_t = 16 if tokens <= 16 else 32
     block_n = 16 if slots <= 16 else 32
     exact = hidden_TM.dtype == torch.float32
@@ -82,11 +82,11 @@ def _few(hidden_TM: Tensor, keys_NM: Tensor, values_NM: Tensor, scale: float) ->
         hidden_TM, keys_NM, partial_PTN, tokens, slots, width, hidden_TM.stride(0), keys_NM.stride(0),
         PARTS=parts, BLOCK_N=block_n, BLOCK_M=block_m, **options, num_warps=4, num_stages=4,
     )  # fmt: skip
-    _look_up[(grid[0], triton.cdiv(width, columns))](
-        partial_PTN, values_NM, out_TM, scale, tokens, slots, width, values_NM.stride(0),
-        PARTS=parts, BLOCK_N=block_n, BLOCK_M=columns, **options, num_warps=4, num_stages=3,
+    _look_up[(grid[0], triton.cdiv(channels, columns))](
+        partial_PTN, values_NC, out_TC, scale, tokens, slots, channels, values_NC.stride(0),
+        PARTS=parts, BLOCK_N=block_n, BLOCK_C=columns, **options, num_warps=4, num_stages=3,
     )  # fmt: skip
-    return out_TM
+    return out_TC
 
 
 def _block(slots: int) -> int:
@@ -104,7 +104,7 @@ def _bank_op(hidden: Tensor, keys: Tensor, values: Tensor, scale: float, keep: b
 @_bank_op.register_fake
 def _(hidden: Tensor, keys: Tensor, values: Tensor, scale: float, keep: bool) -> tuple[Tensor, Tensor]:
     shape = (hidden.shape[0], keys.shape[0]) if keep else (0,)
-    return hidden.new_empty(hidden.shape), hidden.new_empty(shape)
+    return hidden.new_empty((hidden.shape[0], values.shape[1])), hidden.new_empty(shape)
 
 
 @torch.library.custom_op("tiers_fast::softmax_backward", mutates_args=())
@@ -173,15 +173,15 @@ def _scores(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _look_up(
-    partial_ptr, v_ptr, out_ptr, scale, tokens, slots, width, stride_vn,
-    PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    partial_ptr, v_ptr, out_ptr, scale, tokens, slots, channels, stride_vn,
+    PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program = BLOCK_T tokens and BLOCK_M channels: softmax over the slots, a block of them at a time."""
+    """One program = BLOCK_T tokens and BLOCK_C channels: softmax over the slots, a block of them at a time."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     top = tl.full((BLOCK_T,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
-    acc = tl.zeros((BLOCK_T, BLOCK_M), tl.float32)
+    acc = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for start in range(0, slots, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         valid = (t < tokens)[:, None] & (n < slots)[None, :]
@@ -195,15 +195,15 @@ def _look_up(
         p = tl.exp(x - safe[:, None])
         shrink = tl.exp(top - safe)
         v = tl.load(
-            v_ptr + n.to(tl.int64)[:, None] * stride_vn + m[None, :],
-            mask=(n < slots)[:, None] & (m < width)[None, :], other=0.0,
+            v_ptr + n.to(tl.int64)[:, None] * stride_vn + c[None, :],
+            mask=(n < slots)[:, None] & (c < channels)[None, :], other=0.0,
         )  # fmt: skip
         total = total * shrink + tl.sum(p, axis=1)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         top = largest
-    place = t.to(tl.int64)[:, None] * width + m[None, :]
+    place = t.to(tl.int64)[:, None] * channels + c[None, :]
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, out, mask=(t < tokens)[:, None] & (m < width)[None, :])
+    tl.store(out_ptr + place, out, mask=(t < tokens)[:, None] & (c < channels)[None, :])
 
 
 @triton.jit

@@ -9,6 +9,8 @@ programs, or too few outputs in each for the matrix unit. docs/log.md.)
 
 Many tokens: two products by torch (cuBLAS), the second added to the first, and `_combine` for the rest.
 
+Where W_e e is known, `_parts` reads half of W, or torch multiplies by half of it, and `_combine` adds what is known.
+
 Backward: a is kept from the forward pass, since computing it again costs half as much as the rest of the backward pass.
 `_differentiate` does what is element-wise, torch the products. With gradients the forward pass always goes the way of
 many tokens, which has a in memory anyway.
@@ -55,23 +57,29 @@ ELEMENTS = 1024
 
 
 def knowledge_gate(
-    hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str
-) -> Tensor:
+    hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str,
+    folded_TM: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Same contract as the reference, differentiable once; needs float32, float16 or bfloat16 on CUDA.
 
     Raises:
-        ValueError: also where a dtype or the shape of the bias disagrees.
+        ValueError: also where a dtype or the shape of the bias disagrees, or gradients are wanted with `folded_TM`.
     """
-    _check(hidden_TM, knowledge_TM, weight_M2M, bias_M, mode)
-    tensors = (hidden_TM, knowledge_TM, weight_M2M, bias_M)
+    _check(hidden_TM, knowledge_TM, weight_M2M, bias_M, mode, folded_TM)
+    tensors = (hidden_TM, knowledge_TM, weight_M2M, bias_M, folded_TM)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if keep and folded_TM is not None:
+        raise ValueError("folded_TM is given, but gradients are wanted; give the whole weight and no folded_TM")
     if keep or torch.compiler.is_compiling():
         return torch.ops.tiers_fast.knowledge_gate(*tensors, mode, keep)[0]
     # Past the registered operator, which costs the host more than the launch does.
     return _forward(*tensors, mode, keep)[0]
 
 
-def _check(hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str) -> None:
+def _check(
+    hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str,
+    folded_TM: Tensor | None,
+) -> None:  # fmt: skip
     if hidden_TM.dim() != 2:
         raise ValueError(f"hidden_TM has shape {tuple(hidden_TM.shape)}; expected tokens and width")
     width = hidden_TM.shape[1]
@@ -79,6 +87,7 @@ def _check(hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: 
         "knowledge_TM": (knowledge_TM, tuple(hidden_TM.shape)),
         "weight_M2M": (weight_M2M, (width, 2 * width)),
         "bias_M": (bias_M, (width,)),
+        "folded_TM": (folded_TM, tuple(hidden_TM.shape)),
     }
     if hidden_TM.dtype not in DTYPES:
         raise ValueError(f"hidden_TM is {hidden_TM.dtype}; expected float32, float16 or bfloat16")
@@ -94,26 +103,36 @@ def _check(hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: 
 
 
 def _forward(
-    hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str, keep: bool
-) -> tuple[Tensor, Tensor]:
+    hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, folded_TM: Tensor | None,
+    mode: str, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result, and W [h; e] without the bias if it is to be kept and of use, else an empty tensor."""
     tokens, width = hidden_TM.shape
     hidden_TM, knowledge_TM, weight_M2M = rows(hidden_TM), rows(knowledge_TM), rows(weight_M2M)
     bias_M = None if bias_M is None else bias_M.contiguous()
+    folded_TM = None if folded_TM is None else rows(folded_TM)
     if tokens <= FEW[-1].tokens and not keep:
-        return _few(hidden_TM, knowledge_TM, weight_M2M, bias_M, mode), hidden_TM.new_empty(0)
+        return _few(hidden_TM, knowledge_TM, weight_M2M, bias_M, folded_TM, mode), hidden_TM.new_empty(0)
     # In 16 bits a is rounded after either product, once more than in the reference. In float32 it would not be, but
     # reading and writing it would take twice as long.
     a_TM = torch.mm(hidden_TM, weight_M2M[:, :width].t())
-    torch.addmm(a_TM, knowledge_TM, weight_M2M[:, width:].t(), out=a_TM)
+    if folded_TM is None:
+        torch.addmm(a_TM, knowledge_TM, weight_M2M[:, width:].t(), out=a_TM)
     kept = keep and mode != "linear"
     # Each element of a is read by the program that writes the result in its place.
     out_TM = _empty(tokens, width, hidden_TM) if kept else a_TM
-    _finish(hidden_TM, knowledge_TM, a_TM[None], bias_M, out_TM, mode, overlap=False)
+    _finish(hidden_TM, knowledge_TM, a_TM[None], bias_M, folded_TM, out_TM, mode, overlap=False)
     return out_TM, a_TM if kept else hidden_TM.new_empty(0)
 
 
-def _few(hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, mode: str) -> Tensor:
+def _few(
+    hidden_TM: Tensor,
+    knowledge_TM: Tensor,
+    weight_M2M: Tensor,
+    bias_M: Tensor | None,
+    folded_TM: Tensor | None,
+    mode: str,
+) -> Tensor:
     tokens, width = hidden_TM.shape
     out_TM = _empty(tokens, width, hidden_TM)
     if not out_TM.numel():
@@ -127,9 +146,10 @@ def _few(hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Te
     overlap = hidden_TM.is_cuda and torch.cuda.get_device_capability(hidden_TM.device)[0] >= 9
     _parts[(*grid, parts)](
         hidden_TM, knowledge_TM, weight_M2M, partial_PTM, tokens, width,
-        hidden_TM.stride(0), knowledge_TM.stride(0), weight_M2M.stride(0), PARTS=parts, OVERLAP=overlap, **options,
+        hidden_TM.stride(0), knowledge_TM.stride(0), weight_M2M.stride(0), FOLDED=folded_TM is not None, PARTS=parts,
+        OVERLAP=overlap, **options,
     )  # fmt: skip
-    _finish(hidden_TM, knowledge_TM, partial_PTM, bias_M, out_TM, mode, overlap)
+    _finish(hidden_TM, knowledge_TM, partial_PTM, bias_M, folded_TM, out_TM, mode, overlap)
     return out_TM
 
 
@@ -144,16 +164,17 @@ def _options(blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _finish(
-    hidden_TM: Tensor, knowledge_TM: Tensor, partial_PTM: Tensor, bias_M: Tensor | None, out_TM: Tensor, mode: str,
-    overlap: bool,
+    hidden_TM: Tensor, knowledge_TM: Tensor, partial_PTM: Tensor, bias_M: Tensor | None, folded_TM: Tensor | None,
+    out_TM: Tensor, mode: str, overlap: bool,
 ) -> None:  # fmt: skip
     """Fill `out_TM` from the parts of a, which may be the same memory if there is one."""
     parts, tokens, width = partial_PTM.shape
     if not out_TM.numel():
         return
     _combine[(tokens, triton.cdiv(width, ELEMENTS))](
-        hidden_TM, knowledge_TM, partial_PTM, bias_M, out_TM, width, hidden_TM.stride(0), knowledge_TM.stride(0),
-        partial_PTM.stride(0), MODE=mode, BIAS=bias_M is not None, PARTS=parts, OVERLAP=overlap, BLOCK=ELEMENTS,
+        hidden_TM, knowledge_TM, partial_PTM, bias_M, folded_TM, out_TM, width, hidden_TM.stride(0), knowledge_TM.stride(0),
+        partial_PTM.stride(0), 0 if folded_TM is None else folded_TM.stride(0),
+        MODE=mode, BIAS=bias_M is not None, FOLDED=folded_TM is not None, PARTS=parts, OVERLAP=overlap, BLOCK=ELEMENTS,
         num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
 
@@ -172,14 +193,14 @@ def _empty(tokens: int, width: int, like: Tensor) -> Tensor:
 
 @torch.library.custom_op("tiers_fast::knowledge_gate", mutates_args=())
 def _gate_op(
-    hidden: Tensor, knowledge: Tensor, weight: Tensor, bias: Tensor | None, mode: str, keep: bool
+    hidden: Tensor, knowledge: Tensor, weight: Tensor, bias: Tensor | None, folded: Tensor | None, mode: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    return _forward(hidden, knowledge, weight, bias, mode, keep)
+    return _forward(hidden, knowledge, weight, bias, folded, mode, keep)
 
 
 @_gate_op.register_fake
 def _(
-    hidden: Tensor, knowledge: Tensor, weight: Tensor, bias: Tensor | None, mode: str, keep: bool
+    hidden: Tensor, knowledge: Tensor, weight: Tensor, bias: Tensor | None, folded: Tensor | None, mode: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
     return hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape if keep and mode != "linear" else (0,))
 
@@ -231,7 +252,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.mode, _ = inputs
+    *tensors, _, ctx.mode, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
 
@@ -240,7 +261,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, a = ctx.saved_tensors
     needed = ctx.needs_input_grad[:4]
     grads = torch.ops.tiers_fast.knowledge_gate_backward(grad, *tensors, a, ctx.mode, needed)
-    return *(g if n else None for g, n in zip(grads, needed, strict=True)), None, None
+    return *(g if n else None for g, n in zip(grads, needed, strict=True)), None, None, None
 
 
 _gate_op.register_autograd(_backward, setup_context=_setup_context)
@@ -263,10 +284,10 @@ def _mixed(h, e, a, MODE: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def _parts(
     h_ptr, e_ptr, w_ptr, partial_ptr, tokens, width, stride_ht, stride_et, stride_wo,
-    PARTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FOLDED: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program = BLOCK_O outputs of BLOCK_T tokens, summed over one part of the inputs, in float32.
+    """One program = BLOCK_O outputs of BLOCK_T tokens, summed over one part of the inputs, in float32. FOLDED: without e.
 
     Outputs are the rows of the product, since Hopper multiplies 64 rows at once.
     """
@@ -289,17 +310,19 @@ def _parts(
         w = tl.load(w_rows + i[None, :], mask=w_mask, other=0.0)  # [BLOCK_O, BLOCK_K]
         h = tl.load(h_rows + i[:, None], mask=x_mask, other=0.0)  # [BLOCK_K, BLOCK_T]
         acc = tl.dot(w, h, acc, input_precision=PRECISION)
-        w = tl.load(w_rows + width + i[None, :], mask=w_mask, other=0.0)
-        e = tl.load(e_rows + i[:, None], mask=x_mask, other=0.0)
-        acc = tl.dot(w, e, acc, input_precision=PRECISION)
+        if not FOLDED:
+            w = tl.load(w_rows + width + i[None, :], mask=w_mask, other=0.0)
+            e = tl.load(e_rows + i[:, None], mask=x_mask, other=0.0)
+            acc = tl.dot(w, e, acc, input_precision=PRECISION)
     place = (part.to(tl.int64) * tokens + t)[None, :] * width + o[:, None]
     tl.store(partial_ptr + place, acc, mask=(o < width)[:, None] & (t < tokens)[None, :])
 
 
 @triton.jit
 def _combine(
-    h_ptr, e_ptr, a_ptr, b_ptr, out_ptr, width, stride_ht, stride_et, stride_ap,
-    MODE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
+    h_ptr, e_ptr, a_ptr, b_ptr, f_ptr, out_ptr, width, stride_ht, stride_et, stride_ap, stride_ft,
+    MODE: tl.constexpr, BIAS: tl.constexpr, FOLDED: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program = BLOCK channels of one token: the parts of a are added, and a is mixed into h."""
     t = tl.program_id(0).to(tl.int64)
@@ -309,6 +332,8 @@ def _combine(
     a = tl.zeros((BLOCK,), tl.float32)
     if BIAS:
         a += tl.load(b_ptr + o, mask=o < width, other=0.0).to(tl.float32)
+    if FOLDED:
+        a += tl.load(f_ptr + t * stride_ft + o, mask=o < width, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_wait()  # until `_parts` is done; nothing above is its work
     for part in range(PARTS):
