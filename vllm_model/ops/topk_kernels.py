@@ -293,18 +293,13 @@ def _threshold(
     keys_ptr, ranks_ptr, ids_ptr, count, room, entries, low, high, k, sink, window, position,
     TILE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """As `_halved`, for candidates that are read again for every half.
-
-    Reading takes longest, so each end of the range moves on to the next key, as it must to come to an end among ties.
-    """
+    """As `_halved`, for candidates that are read again for every half."""
     low, high = low.to(tl.int64), high.to(tl.int64) + 1
     listed = count <= room
     searched = tl.where(listed, count, entries)
     while (count > k) & (high - low > 1):
-        middle = ((low + high) // 2).to(tl.int32)
-        reached = tl.zeros((BLOCK_E,), tl.int32)
-        above = tl.full((BLOCK_E,), 2147483647, tl.int32)
-        below = tl.full((BLOCK_E,), -2147483648, tl.int32)
+        middle = (low + high) // 2
+        reach = tl.full((), 0, tl.int32)
         for begin in range(0, searched, BLOCK_E):
             e = begin + tl.arange(0, BLOCK_E)
             if listed:
@@ -312,15 +307,11 @@ def _threshold(
                 key = tl.where(e < searched, _ordered(rank), -2147483648)
             else:
                 _, key = _in_tiles(ranks_ptr, ids_ptr, e, searched, sink, window, position, TILE)
-            reaches = key >= middle
-            reached += reaches.to(tl.int32)
-            above = tl.minimum(above, tl.where(reaches, key, 2147483647))
-            below = tl.maximum(below, tl.where(reaches, -2147483648, key))
-        reach = tl.sum(reached)
+            reach += tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
         enough = reach >= k
-        low = tl.where(enough, tl.min(above).to(tl.int64), low)
+        low = tl.where(enough, middle, low)
         count = tl.where(enough, reach, count)
-        high = tl.where(enough, high, tl.max(below).to(tl.int64) + 1)
+        high = tl.where(enough, high, middle)
     return low.to(tl.int32)
 
 

@@ -79,8 +79,8 @@ COPIED = 64
 # Parts of the keys that a row has lists of its own for, at most: with few rows, one after another would take long.
 MOST_SPLITS = 16
 
-# Programs of `_alone`, each with all scores of a few rows, its warps, and keys that it multiplies at a time.
-ALONE, ALONE_WARPS, ALONE_KEYS = 264, 8, 128
+# Programs of `_alone`, each with all scores of a few rows, and keys that one multiplies at a time.
+ALONE, ALONE_KEYS = 264, 128
 
 # What more programs than needed, of `_alone` and with lists of their own, may take of the workspace.
 SPARED_BYTES = 2**28
@@ -315,8 +315,8 @@ def attention(
         query_THD, held.keys_KSD, *values, out_THD, held.flags_TH, held.scratch.view(torch.float32),
         begin + offset, rows, begin, kv_heads, scale, pattern.k, pattern.sink, pattern.window, width,
         query_THD.stride(0), query_THD.stride(1), held.keys_KSD.stride(0), out_THD.stride(0), out_THD.stride(1),
-        N=page, BLOCK_R=block_r, BLOCK_S=ALONE_KEYS,
-        BLOCK_E=512 * ALONE_WARPS, BLOCK_C=256 * ALONE_WARPS, BLOCK_N=64, **options, num_warps=ALONE_WARPS, num_stages=3,
+        N=page, BLOCK_R=block_r, BLOCK_S=ALONE_KEYS, BLOCK_E=8192, BLOCK_C=2048, BLOCK_N=64,
+        **options, num_warps=8, num_stages=3,
     )  # fmt: skip
 
 
