@@ -49,12 +49,17 @@ def kinds(*tensors: Tensor | None) -> Hashable:
     )
 
 
-def first_size_varies(*tensors: Tensor) -> list[Tensor]:
+def first_size_varies(*tensors: Tensor, ones: bool = True) -> list[Tensor]:
     """The same tensors, their first size unknown to the compiler and the others constants of the code.
 
     Without it dynamo takes sizes that happen to be equal in the first call for one and the same, and compiles again when
     they differ. Inside the function torch._check tells which of these sizes are the same. Where gradients are wanted, a
     first size of 1 is left to dynamo, which compiles for it separately.
+
+    Args:
+        tensors: of one call.
+        ones: a first size may be 1. Where none is, the compiler is told that, and can do more: torch 2.11 does not know how
+            to reshape a product of matrices both of whose sizes are unknown.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         for tensor in tensors:
@@ -65,8 +70,9 @@ def first_size_varies(*tensors: Tensor) -> list[Tensor]:
     # Marks are attributes, and what these mean other compiled code might not be able to do: it does not see them on tensors
     # that are new. Views would not do, since dynamo compiles for the sizes of what they are views of.
     new = [tensor.data for tensor in tensors]
+    mark = torch._dynamo.decorators.mark_unbacked if ones else torch._dynamo.mark_dynamic
     for tensor in new:
-        torch._dynamo.decorators.mark_unbacked(tensor, 0)
+        mark(tensor, 0)
         torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))
     return new
 

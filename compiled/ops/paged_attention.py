@@ -137,7 +137,8 @@ def paged_attention(
             if decay_D is not None:
                 blocks_P = blocks_P.view(-1, setup.tile_blocks)
             positions_T = torch.arange(piece.length - (piece.stop - piece.start), piece.length, device=query_THD.device)
-            varying = first_size_varies(query_THD[part].contiguous(), cache_BKNC, blocks_P, positions_T.int())
+            tensors = (query_THD[part].contiguous(), cache_BKNC, blocks_P, positions_T.int())
+            varying = first_size_varies(*tensors, ones=False)
             out_THD[part] = prefill(*varying, kv_H, *added)
     return out_THD
 
@@ -258,7 +259,6 @@ def _prefill(
     size, tiles = setup.size, blocks_P.shape[0]
     blocks_P = blocks_P.flatten()  # with xPos they come by tiles
     exact = _exact(query_THD)
-    torch._check(len(query_THD) == len(positions_T))
     # A head map is done with a copy of keys and values for each query head.
     both_PKNC = cache_BKNC[blocks_P] if kv_H is None else cache_BKNC[blocks_P[:, None], kv_H]
     kv, g = both_PKNC.shape[1], setup.heads // both_PKNC.shape[1]

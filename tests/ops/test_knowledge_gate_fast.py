@@ -105,6 +105,34 @@ def test_what_is_folded_has_no_gradients(fast: Any) -> None:
         assert fast(h, e, weight, bias, "mix", e).shape == h.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("folded", [True, False], ids=["folded", "whole"])
+# Whole tiles or not; as many tokens as a tile has, fewer, or too few; two parts of the inputs.
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(64, 128), (47, 128), (48, 1024), (64, 100), (64, 132), (100, 128), (65, 128)]
+)
+def test_tiles_are_read_where_they_fit(
+    module: Any, fast: Any, tokens: int, width: int, folded: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if INTERPRETED and (dtype == torch.bfloat16 or (width > 1000 and dtype != torch.float32)):
+        pytest.skip("Triton's interpreter multiplies bfloat16 as bit patterns, and is slow")
+    made = []
+    describe = module.TensorDescriptor.from_tensor
+    monkeypatch.setattr(module.TensorDescriptor, "from_tensor", lambda *args: made.append(args) or describe(*args))
+    h, e, weight, bias = inputs(tokens, width, dtype)
+    given = (fold(e, weight),) if folded else ()
+    exact = reference(*(x.double() for x in (h, e, weight, bias)), "mix")
+    half = weight.clone()
+    if folded:
+        half[:, width:] = float("nan")  # not read
+    actual = fast(h, e, half, bias, "mix", *given)
+    assert_within_budget(actual, reference(h, e, weight, bias, "mix"), exact)
+    channels = (128 if tokens <= 64 else 64) // (2 if dtype == torch.float32 else 1)
+    fits = not width % channels and tokens not in (47, 65)
+    hopper = INTERPRETED or torch.cuda.get_device_capability()[0] >= 9
+    assert len(made) == (3 if fits and hopper else 0)
+
+
 @pytest.mark.parametrize("way", ["few"], indirect=True)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("tokens", [1, 40])

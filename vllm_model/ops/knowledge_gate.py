@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("linear", "sigmoid", "mix")
@@ -35,7 +36,9 @@ class Blocks(NamedTuple):
     Attributes:
         tokens, outputs: per program.
         inputs: of h, and as many of e, per step, in 16 bits; half of it in float32.
-        warps, stages: of a program.
+        warps, stages: of a program; two stages more where W_e e is known, since a step then has half as much.
+        tiles: read by the tensor memory unit, as whole tiles, where the device has one, the tensors suit it and tokens fill
+            three quarters of theirs. With fewer that is slower.
     """
 
     tokens: int
@@ -43,17 +46,23 @@ class Blocks(NamedTuple):
     inputs: int
     warps: int
     stages: int
+    tiles: bool = False
 
 
 # The first row with room for the tokens counts; what the last has no room for is many. The fastest of those tried at
 # M = 4096 on an H200 (docs/log.md).
-FEW = (Blocks(16, 64, 128, 4, 4), Blocks(32, 64, 128, 4, 4), Blocks(64, 64, 64, 4, 5), Blocks(128, 64, 64, 4, 4))
+FEW = (
+    Blocks(16, 64, 128, 4, 4),
+    Blocks(32, 64, 128, 4, 4),
+    Blocks(64, 64, 128, 4, 3, tiles=True),
+    Blocks(128, 64, 64, 4, 4, tiles=True),
+)
 
 # Programs to aim at when inputs are cut into parts: the multiprocessors of an H200.
 PROGRAMS = 132
 
-# Elements per program of the element-wise kernels.
-ELEMENTS = 1024
+# Elements per program of the element-wise kernels, and of `_combine` with few tokens.
+ELEMENTS, FEW_ELEMENTS = 1024, 256
 
 
 def knowledge_gate(
@@ -121,7 +130,7 @@ def _forward(
     kept = keep and mode != "linear"
     # Each element of a is read by the program that writes the result in its place.
     out_TM = _empty(tokens, width, hidden_TM) if kept else a_TM
-    _finish(hidden_TM, knowledge_TM, a_TM[None], bias_M, folded_TM, out_TM, mode, overlap=False)
+    _finish(hidden_TM, knowledge_TM, a_TM[None], bias_M, folded_TM, out_TM, mode, ELEMENTS, False)
     return out_TM, a_TM if kept else hidden_TM.new_empty(0)
 
 
@@ -139,18 +148,38 @@ def _few(
         return out_TM
     blocks = next(b for b in FEW if tokens <= b.tokens)
     options = _options(blocks, hidden_TM.dtype)
+    options["num_stages"] += 0 if folded_TM is None else 2
     grid = (triton.cdiv(tokens, blocks.tokens), triton.cdiv(width, blocks.outputs))
     # A part of fewer than 8 steps would spend most of its time on waiting for the first.
     parts = max(1, min(PROGRAMS // (grid[0] * grid[1]), triton.cdiv(width, options["BLOCK_K"]) // 8))
     partial_PTM = torch.empty((parts, tokens, width), dtype=torch.float32, device=hidden_TM.device)
-    overlap = hidden_TM.is_cuda and torch.cuda.get_device_capability(hidden_TM.device)[0] >= 9
+    hopper = _is_hopper(hidden_TM.device)
+    read = (hidden_TM, knowledge_TM, weight_M2M)
+    # A tile that begins in W_h must not end in W_e. The interpreter has no trouble with tiles.
+    tiles = blocks.tiles and not width % options["BLOCK_K"] and all(_suits_tiles(x) for x in read)
+    tiles = tiles and 4 * tokens >= 3 * blocks.tokens and (hopper or not hidden_TM.is_cuda)
+    given: tuple[Any, ...] = read
+    if tiles:
+        given = tuple(
+            TensorDescriptor.from_tensor(x, [count, options["BLOCK_K"]])
+            for x, count in zip(read, (blocks.tokens, blocks.tokens, blocks.outputs), strict=True)
+        )
     _parts[(*grid, parts)](
-        hidden_TM, knowledge_TM, weight_M2M, partial_PTM, tokens, width,
-        hidden_TM.stride(0), knowledge_TM.stride(0), weight_M2M.stride(0), FOLDED=folded_TM is not None, PARTS=parts,
-        OVERLAP=overlap, **options,
+        *given, partial_PTM, tokens, width, *(x.stride(0) for x in read),
+        FOLDED=folded_TM is not None, TILES=tiles, PARTS=parts, OVERLAP=hopper, **options,
     )  # fmt: skip
-    _finish(hidden_TM, knowledge_TM, partial_PTM, bias_M, folded_TM, out_TM, mode, overlap)
+    _finish(hidden_TM, knowledge_TM, partial_PTM, bias_M, folded_TM, out_TM, mode, FEW_ELEMENTS, hopper)
     return out_TM
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Or newer: kernels can start early, and tiles be read as such."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _suits_tiles(x: Tensor) -> bool:
+    """What the tensor memory unit asks for, of rows whose channels are neighbours."""
+    return not x.data_ptr() % 16 and not x.stride(0) * x.element_size() % 16
 
 
 def _options(blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
@@ -165,16 +194,16 @@ def _options(blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
 
 def _finish(
     hidden_TM: Tensor, knowledge_TM: Tensor, partial_PTM: Tensor, bias_M: Tensor | None, folded_TM: Tensor | None,
-    out_TM: Tensor, mode: str, overlap: bool,
+    out_TM: Tensor, mode: str, elements: int, overlap: bool,
 ) -> None:  # fmt: skip
     """Fill `out_TM` from the parts of a, which may be the same memory if there is one."""
     parts, tokens, width = partial_PTM.shape
     if not out_TM.numel():
         return
-    _combine[(tokens, triton.cdiv(width, ELEMENTS))](
+    _combine[(tokens, triton.cdiv(width, elements))](
         hidden_TM, knowledge_TM, partial_PTM, bias_M, folded_TM, out_TM, width, hidden_TM.stride(0), knowledge_TM.stride(0),
         partial_PTM.stride(0), 0 if folded_TM is None else folded_TM.stride(0),
-        MODE=mode, BIAS=bias_M is not None, FOLDED=folded_TM is not None, PARTS=parts, OVERLAP=overlap, BLOCK=ELEMENTS,
+        MODE=mode, BIAS=bias_M is not None, FOLDED=folded_TM is not None, PARTS=parts, OVERLAP=overlap, BLOCK=elements,
         num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
 
@@ -284,10 +313,12 @@ def _mixed(h, e, a, MODE: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def _parts(
     h_ptr, e_ptr, w_ptr, partial_ptr, tokens, width, stride_ht, stride_et, stride_wo,
-    FOLDED: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    FOLDED: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program = BLOCK_O outputs of BLOCK_T tokens, summed over one part of the inputs, in float32. FOLDED: without e.
+    """One program = BLOCK_O outputs of BLOCK_T tokens, summed over one part of the inputs, in float32.
+
+    FOLDED: without e. TILES: h, e and W are descriptors of tensors instead of pointers.
 
     Outputs are the rows of the product, since Hopper multiplies 64 rows at once.
     """
@@ -297,23 +328,27 @@ def _parts(
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     part = tl.program_id(2)
     k = tl.arange(0, BLOCK_K)
-    h_rows = h_ptr + t.to(tl.int64)[None, :] * stride_ht
-    e_rows = e_ptr + t.to(tl.int64)[None, :] * stride_et
-    w_rows = w_ptr + o.to(tl.int64)[:, None] * stride_wo
     acc = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     steps = tl.cdiv(width, BLOCK_K)
     each = tl.cdiv(steps, PARTS)
     for step in range(part * each, tl.minimum(part * each + each, steps)):
         i = step * BLOCK_K + k
-        w_mask = (o < width)[:, None] & (i < width)[None, :]
-        x_mask = (i < width)[:, None] & (t < tokens)[None, :]
-        w = tl.load(w_rows + i[None, :], mask=w_mask, other=0.0)  # [BLOCK_O, BLOCK_K]
-        h = tl.load(h_rows + i[:, None], mask=x_mask, other=0.0)  # [BLOCK_K, BLOCK_T]
-        acc = tl.dot(w, h, acc, input_precision=PRECISION)
-        if not FOLDED:
-            w = tl.load(w_rows + width + i[None, :], mask=w_mask, other=0.0)
-            e = tl.load(e_rows + i[:, None], mask=x_mask, other=0.0)
-            acc = tl.dot(w, e, acc, input_precision=PRECISION)
+        if TILES:
+            t0, o0, i0 = tl.program_id(0) * BLOCK_T, tl.program_id(1) * BLOCK_O, step * BLOCK_K
+            acc = tl.dot(w_ptr.load([o0, i0]), h_ptr.load([t0, i0]).T, acc, input_precision=PRECISION)
+            if not FOLDED:
+                acc = tl.dot(w_ptr.load([o0, width + i0]), e_ptr.load([t0, i0]).T, acc, input_precision=PRECISION)
+        else:
+            w_rows = w_ptr + o.to(tl.int64)[:, None] * stride_wo
+            w_mask = (o < width)[:, None] & (i < width)[None, :]
+            x_mask = (i < width)[:, None] & (t < tokens)[None, :]
+            w = tl.load(w_rows + i[None, :], mask=w_mask, other=0.0)  # [BLOCK_O, BLOCK_K]
+            h = tl.load(h_ptr + t.to(tl.int64)[None, :] * stride_ht + i[:, None], mask=x_mask, other=0.0)
+            acc = tl.dot(w, h, acc, input_precision=PRECISION)
+            if not FOLDED:
+                w = tl.load(w_rows + width + i[None, :], mask=w_mask, other=0.0)
+                e = tl.load(e_ptr + t.to(tl.int64)[None, :] * stride_et + i[:, None], mask=x_mask, other=0.0)
+                acc = tl.dot(w, e, acc, input_precision=PRECISION)
     place = (part.to(tl.int64) * tokens + t)[None, :] * width + o[:, None]
     tl.store(partial_ptr + place, acc, mask=(o < width)[:, None] & (t < tokens)[None, :])
 
