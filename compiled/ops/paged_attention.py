@@ -81,6 +81,21 @@ class Piece:
     length: int
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Query tokens that are done together, one of each request.
+
+    Attributes:
+        tokens_R: where they are in the batch, in ascending order.
+        lists: of `_lists`.
+        widest: blocks of a row of scores.
+    """
+
+    tokens_R: Tensor
+    lists: tuple[Tensor, ...]
+    widest: int
+
+
 @torch.no_grad()
 def paged_attention(
     query_THD: Tensor,
@@ -107,40 +122,55 @@ def paged_attention(
     variant = (kinds(query_THD, cache_BKNC, decay_D, *parts), cache_BKNC.stride(), table_rows)
     kv_H = None if head_map is None else _on_device(head_map, query_THD.device)
     added = (parts or (None, None, None), decay_D)
-    pieces = _pieces(batch, setup)
+    steps, prompts = _work(batch, setup)
 
     decode = compiled(_decode, variant, setup=setup)
-    groups = list(_groups([piece for piece in pieces if piece.stop - piece.start == 1], setup))
-    if len(groups) == 1 and len(groups[0]) == len(batch.lengths_R) == len(query_THD):
-        lists = _lists(batch.block_table_RP, batch.lengths_R, groups[0], setup)
-        varying = first_size_varies(query_THD.contiguous(), cache_BKNC, *lists)
-        return decode(*varying, _widest(groups[0], setup), kv_H, *added)
+    if len(steps) == 1 and not prompts and len(steps[0].tokens_R) == len(query_THD):
+        varying = first_size_varies(query_THD.contiguous(), cache_BKNC)
+        return decode(*varying, *steps[0].lists, steps[0].widest, kv_H, *added)
 
     out_THD = torch.zeros_like(query_THD)
-    for group in groups:
-        rows = [[row.start, row.request, row.length] for row in group]
-        tokens_R, requests_R, lengths_R = torch.tensor(rows, device=query_THD.device).T
-        lists = _lists(batch.block_table_RP[requests_R], lengths_R, group, setup)
-        varying = first_size_varies(query_THD[tokens_R], cache_BKNC, *lists)
-        out_THD[tokens_R] = decode(*varying, _widest(group, setup), kv_H, *added)
+    for step in steps:
+        varying = first_size_varies(query_THD[step.tokens_R], cache_BKNC)
+        out_THD[step.tokens_R] = decode(*varying, *step.lists, step.widest, kv_H, *added)
 
     prefill = compiled(_prefill, variant, setup=setup)
-    for piece in pieces:
-        if piece.stop - piece.start > 1:
-            part = slice(piece.start, piece.stop)
-            blocks_P = batch.block_table_RP[piece.request, : setup.blocks(piece.length)]
-            # Blocks beyond the context stand behind every query; any that exists will do.
-            wanted = max(len(blocks_P), setup.least_blocks)
-            if decay_D is not None:  # whole tiles, and never one alone
-                wanted = max(2, -(-wanted // setup.tile_blocks)) * setup.tile_blocks
-            blocks_P = torch.cat((blocks_P, blocks_P[:1].expand(wanted - len(blocks_P))))
-            if decay_D is not None:
-                blocks_P = blocks_P.view(-1, setup.tile_blocks)
-            positions_T = torch.arange(piece.length - (piece.stop - piece.start), piece.length, device=query_THD.device)
-            tensors = (query_THD[part].contiguous(), cache_BKNC, blocks_P, positions_T.int())
-            varying = first_size_varies(*tensors, ones=False)
-            out_THD[part] = prefill(*varying, kv_H, *added)
+    for piece in prompts:
+        part = slice(piece.start, piece.stop)
+        blocks_P = batch.block_table_RP[piece.request, : setup.blocks(piece.length)]
+        # Blocks beyond the context stand behind every query; any that exists will do.
+        wanted = max(len(blocks_P), setup.least_blocks)
+        if decay_D is not None:  # whole tiles, and never one alone
+            wanted = max(2, -(-wanted // setup.tile_blocks)) * setup.tile_blocks
+        blocks_P = torch.cat((blocks_P, blocks_P[:1].expand(wanted - len(blocks_P))))
+        if decay_D is not None:
+            blocks_P = blocks_P.view(-1, setup.tile_blocks)
+        positions_T = torch.arange(piece.length - (piece.stop - piece.start), piece.length, device=query_THD.device)
+        tensors = (query_THD[part].contiguous(), cache_BKNC, blocks_P, positions_T.int())
+        varying = first_size_varies(*tensors, ones=False)
+        out_THD[part] = prefill(*varying, kv_H, *added)
     return out_THD
+
+
+def _work(batch: Batch, setup: Setup) -> tuple[list[Steps], list[Piece]]:
+    """Single query tokens in groups, and parts of prompts. Worked out by the first of all layers that are alike."""
+    tensors = (batch.block_table_RP, batch.lengths_R, batch.starts_R1)
+    key = ("compiled", setup.heads, setup.size, setup.page, setup.least_blocks)
+    if key in batch.memo:
+        found, known = batch.memo[key]
+        # A copy of the batch with another table has the same memo.
+        if all(a is b for a, b in zip(known, tensors, strict=True)):
+            return found
+    pieces = _pieces(batch, setup)
+    steps = []
+    for group in _groups([piece for piece in pieces if piece.stop - piece.start == 1], setup):
+        rows = [[row.start, row.request, row.length] for row in group]
+        tokens_R, requests_R, lengths_R = torch.tensor(rows, device=batch.lengths_R.device).T
+        lists = _lists(batch.block_table_RP[requests_R], lengths_R, group, setup)
+        steps.append(Steps(tokens_R, tuple(first_size_varies(*lists)), _widest(group, setup)))
+    found = steps, [piece for piece in pieces if piece.stop - piece.start > 1]
+    batch.memo[key] = found, tensors
+    return found
 
 
 def _pieces(batch: Batch, setup: Setup) -> list[Piece]:

@@ -5,8 +5,9 @@ the cache, N tokens per block, P blocks per request at most.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -26,6 +27,7 @@ class Batch:
         starts_R1: [R + 1] integer, offsets into the packed query tokens; tokens past the last are padding.
         max_query: at least the query tokens of every request.
         max_length: at least the length of every request.
+        memo: what an implementation works out from the others, for the layers that follow.
     """
 
     block_table_RP: Tensor
@@ -33,6 +35,7 @@ class Batch:
     starts_R1: Tensor
     max_query: int
     max_length: int
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
 
     @cached_property
     def host(self) -> tuple[list[int], list[int]]:

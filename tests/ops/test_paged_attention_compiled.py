@@ -5,6 +5,7 @@ they can: plain top-k is that of most, and the other patterns are compiled with 
 combinations are tested with the functions as they are, not compiled.
 """
 
+import copy
 import inspect
 import os
 import random
@@ -201,6 +202,38 @@ def test_a_request_alone_matches_the_same_in_a_batch() -> None:
         batch = Batch(table, torch.tensor([length]), torch.tensor([0, tokens]), tokens, length)
         alone = paged_attention(inputs.query_THD[rows], inputs.cache_BKNC, batch, **TOPK)
         assert_close(alone, together[rows], 1e-6)
+
+
+def test_layers_that_are_alike_share_what_the_first_works_out(
+    uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    lists = module._lists
+    monkeypatch.setattr(module, "_lists", lambda *args: made.append(args) or lists(*args))
+    # Decode steps beside a prompt, and alone.
+    for requests in ([(1, 30), (5, 20), (1, 17)], [(1, 30), (1, 20)]):
+        inputs = make_batch(requests, 16, "HND")
+        made.clear()
+        for _ in range(3):
+            compare(inputs, **TOPK)
+        assert len(made) == 1
+        # Wider rows of scores, for more keys than there are; and other heads.
+        compare(inputs, scale=0.3, pattern=TopK(100))
+        query = inputs.query_THD.repeat(1, 2, 1)
+        actual = paged_attention(query, inputs.cache_BKNC, inputs.batch, **TOPK)
+        assert_close(actual, reference(query, inputs.cache_BKNC, inputs.batch, **TOPK), 1e-5)
+        assert len(made) == 3
+
+
+def test_a_copy_of_a_batch_with_another_table_is_another_batch(uncompiled: None) -> None:
+    inputs = make_batch([(1, 30), (1, 30)], 16, "HND")
+    before = run(inputs, **TOPK)
+    other = copy.copy(inputs.batch)
+    other.block_table_RP = inputs.batch.block_table_RP.flip(0)
+    assert other.memo is inputs.batch.memo
+    actual = paged_attention(inputs.query_THD, inputs.cache_BKNC, other, **TOPK)
+    assert_close(actual, reference(inputs.query_THD, inputs.cache_BKNC, other, **TOPK), 1e-5)
+    assert not torch.equal(actual, before)
 
 
 def test_a_long_prompt_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
