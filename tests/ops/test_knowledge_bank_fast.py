@@ -72,7 +72,7 @@ def test_every_way_matches_reference(fast: Any, slots: int, width: int) -> None:
     tensors = inputs(20, slots, width)
     first = fast(*tensors, width**-0.5)
     assert_close(first, reference(*tensors, width**-0.5), 1e-5)
-    assert torch.equal(fast(*tensors, width**-0.5), first)
+    assert all(torch.equal(fast(*tensors, width**-0.5), first) for _ in range(2 if INTERPRETED else 20))
 
 
 @pytest.mark.usefixtures("way")
