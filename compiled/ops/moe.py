@@ -5,6 +5,7 @@ N blocks of B rows, each of one expert.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -39,17 +40,19 @@ def moe(
         return hidden_TM.clone()
     gate, up, down = (w if isinstance(w, Tensor) else torch.stack(tuple(w)) for w in (gate_LFM, up_LFM, down_LMF))
     tokens = first_size_varies(hidden_TM, logits_TE)
+    # A number that is not whole would be an input of the code, of a kind that torch 2.11 cannot read from the disk.
+    scaling, routing = routing.routed_scaling_factor, replace(routing, routed_scaling_factor=1)
     variant = kinds(hidden_TM, logits_TE, correction_E, gate)
     if hidden_TM.dtype == torch.bfloat16 and not hidden_TM.shape[1] % 8 and not down.shape[2] % 8:
         function = compiled(_grouped, variant, routing=routing, first=first)
-        return function(*tokens, correction_E, gate, up, down)
+        return function(*tokens, correction_E, gate, up, down, scaling)
     block, blocks = block_sizes(len(hidden_TM) * routing.top_k, len(down))
     # Its shape tells the code how many blocks there may be; both sizes vary.
     places_NB = torch.arange(blocks * block, device=hidden_TM.device).view(blocks, block)
     torch._dynamo.decorators.mark_unbacked(places_NB, 0)
     torch._dynamo.mark_dynamic(places_NB, 1)  # never 1
     function = compiled(_blocked, variant, routing=routing, first=first)
-    return function(*tokens, correction_E, gate, up, down, places_NB)
+    return function(*tokens, correction_E, gate, up, down, scaling, places_NB)
 
 
 def block_sizes(rows: int, experts: int) -> tuple[int, int]:
@@ -58,7 +61,9 @@ def block_sizes(rows: int, experts: int) -> tuple[int, int]:
     return block, rows // block + min(rows, experts)
 
 
-def _sorted(logits_TE: Tensor, correction_E: Tensor | None, held: int, routing: Moe, first: int) -> tuple[Tensor, ...]:
+def _sorted(
+    logits_TE: Tensor, correction_E: Tensor | None, held: int, scaling: float, routing: Moe, first: int
+) -> tuple[Tensor, ...]:
     """[R] weights by token and choice, the order that sorts rows by expert, [R] experts in that order (`held` for those
     that are not held here), and the [L] numbers of rows of each."""
     weights_TK, ids_TK = route(logits_TE, correction_E, routing)
@@ -66,7 +71,7 @@ def _sorted(logits_TE: Tensor, correction_E: Tensor | None, held: int, routing: 
     ids_R = torch.where((ids_R >= 0) & (ids_R < held), ids_R, held)
     sorted_R, order_R = ids_R.sort(stable=True)
     counts_L = (ids_R[:, None] == torch.arange(held, device=ids_R.device)).sum(dim=0)
-    return weights_TK.flatten(), order_R, sorted_R, counts_L
+    return (weights_TK * scaling).flatten(), order_R, sorted_R, counts_L
 
 
 def _combined(y_RM: Tensor, weights_R: Tensor, order_R: Tensor, hidden_TM: Tensor, routing: Moe) -> Tensor:
@@ -79,9 +84,11 @@ def _combined(y_RM: Tensor, weights_R: Tensor, order_R: Tensor, hidden_TM: Tenso
 
 def _grouped(
     hidden_TM: Tensor, logits_TE: Tensor, correction_E: Tensor | None, gate_LFM: Tensor, up_LFM: Tensor, down_LMF: Tensor,
-    *, routing: Moe, first: int,
+    scaling: float, *, routing: Moe, first: int,
 ) -> Tensor:  # fmt: skip
-    weights_R, order_R, sorted_R, counts_L = _sorted(logits_TE, correction_E, down_LMF.shape[0], routing, first)
+    weights_R, order_R, sorted_R, counts_L = _sorted(
+        logits_TE, correction_E, down_LMF.shape[0], scaling, routing, first
+    )
     ends_L = counts_L.cumsum(0).to(torch.int32)
     x_RM = hidden_TM[order_R // routing.top_k]
     gate_RF = F.grouped_mm(x_RM, gate_LFM.mT, offs=ends_L)
@@ -94,10 +101,10 @@ def _grouped(
 
 def _blocked(
     hidden_TM: Tensor, logits_TE: Tensor, correction_E: Tensor | None, gate_LFM: Tensor, up_LFM: Tensor, down_LMF: Tensor,
-    places_NB: Tensor, *, routing: Moe, first: int,
+    scaling: float, places_NB: Tensor, *, routing: Moe, first: int,
 ) -> Tensor:  # fmt: skip
     held, block = down_LMF.shape[0], places_NB.shape[1]
-    weights_R, order_R, sorted_R, counts_L = _sorted(logits_TE, correction_E, held, routing, first)
+    weights_R, order_R, sorted_R, counts_L = _sorted(logits_TE, correction_E, held, scaling, routing, first)
     blocks_L = (counts_L + block - 1) // block
     ends_L = blocks_L.cumsum(0)
     # Where the rows of each expert begin, among the sorted rows and among the places of all blocks.

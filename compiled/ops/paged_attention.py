@@ -44,16 +44,20 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class Setup:
-    """What is compiled in: sizes and arguments that are the same in every step."""
+    """What is compiled in: sizes and arguments that are the same in every step.
+
+    Numbers that are not whole are text: dynamo takes them for inputs otherwise, and torch 2.11 cannot read from the disk
+    code that has inputs which come from here.
+    """
 
     heads: int
     kv_heads: int
     size: int
     page: int
-    scale: float
+    scale: str
     pattern: Pattern
     head_map: tuple[int, ...] | None
-    softcap: float | None
+    softcap: str | None
     bias: str | None = None
 
     def blocks(self, length: int) -> int:
@@ -114,7 +118,8 @@ def paged_attention(
     kv_heads, page = cache_BKNC.shape[1:3]
     head_map = None if head_map is None else tuple(head_map)
     kind = None if bias is None else bias.kind
-    setup = Setup(heads, kv_heads, size, page, scale, pattern, head_map, softcap, kind)
+    cap = None if softcap is None else repr(softcap)
+    setup = Setup(heads, kv_heads, size, page, repr(scale), pattern, head_map, cap, kind)
     _check(cache_BKNC, batch, setup, bias, decay_D)
     parts = () if bias is None else (bias.factor_H, bias.rate_H, bias.table_RL)
     # A table's length differs from model to model only, but is no constant of the code.
@@ -333,9 +338,9 @@ def _weights(scores_HML: Tensor, positions_M: Tensor, parts: Parts, setup: Setup
         parts, setup: as elsewhere.
     """
     pattern, lowest = setup.pattern, float("-inf")
-    scores_HML = scores_HML * setup.scale
+    scores_HML = scores_HML * float(setup.scale)
     if setup.softcap is not None:
-        scores_HML = setup.softcap * torch.tanh(scores_HML / setup.softcap)
+        scores_HML = float(setup.softcap) * torch.tanh(scores_HML / float(setup.softcap))
     key_L = torch.arange(scores_HML.shape[-1], device=scores_HML.device, dtype=torch.int32)
     distance_ML = positions_M[:, None] - key_L
     if setup.bias is not None:

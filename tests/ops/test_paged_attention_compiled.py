@@ -244,7 +244,7 @@ def test_a_long_prompt_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_scores_held_at_once_are_bounded() -> None:
-    setup = Setup(32, 8, 128, 16, 1.0, Dense(), None, None)
+    setup = Setup(32, 8, 128, 16, "1.0", Dense(), None, None)
     length = 200_000
     pieces = module._pieces(_batch([(length, length)]), setup)
     assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
@@ -253,7 +253,7 @@ def test_scores_held_at_once_are_bounded() -> None:
 
 
 def test_contexts_of_very_different_length_are_not_padded_to_the_longest() -> None:
-    setup = Setup(32, 8, 128, 16, 1.0, Dense(), None, None)
+    setup = Setup(32, 8, 128, 16, "1.0", Dense(), None, None)
     rows = [Piece(i, i + 1, i, 100_000 if i == 5 else 64) for i in range(20)]
     assert [len(group) for group in module._groups(rows, setup)] == [19, 1]
     rows = [Piece(i, i + 1, i, 2000 + i) for i in range(200)]
@@ -320,6 +320,10 @@ def test_compiled_code_is_kept_on_disk(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         found.append(tuple(int(number) for number in done.stdout.split("HITS")[1].split()))
     assert found == [(0, 1), (1, 0)]
+    # torch 2.11 writes this kind of input, and cannot read it.
+    kept = [file for file in (tmp_path / "aotautograd").rglob("*") if file.is_file()]
+    assert kept
+    assert not any(b"DefaultsSource" in file.read_bytes() for file in kept)
 
 
 @pytest.mark.gpu
