@@ -6,6 +6,7 @@ N blocks of B rows, each of one expert.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +41,7 @@ def moe(
         return hidden_TM.clone()
     gate, up, down = (w if isinstance(w, Tensor) else torch.stack(tuple(w)) for w in (gate_LFM, up_LFM, down_LMF))
     tokens = first_size_varies(hidden_TM, logits_TE)
-    # A number that is not whole would be an input of the code, of a kind that torch 2.11 cannot read from the disk.
-    scaling, routing = routing.routed_scaling_factor, replace(routing, routed_scaling_factor=1)
+    scaling, routing = routing.routed_scaling_factor, _unscaled(routing)
     variant = kinds(hidden_TM, logits_TE, correction_E, gate)
     if hidden_TM.dtype == torch.bfloat16 and not hidden_TM.shape[1] % 8 and not down.shape[2] % 8:
         function = compiled(_grouped, variant, routing=routing, first=first)
@@ -53,6 +53,12 @@ def moe(
     torch._dynamo.mark_dynamic(places_NB, 1)  # never 1
     function = compiled(_blocked, variant, routing=routing, first=first)
     return function(*tokens, correction_E, gate, up, down, scaling, places_NB)
+
+
+@cache
+def _unscaled(routing: Moe) -> Moe:
+    """A number that is not whole would be an input of the code, of a kind that torch 2.11 cannot read from the disk."""
+    return replace(routing, routed_scaling_factor=1)
 
 
 def block_sizes(rows: int, experts: int) -> tuple[int, int]:
