@@ -9,6 +9,8 @@ engine of its own (vLLM's external launcher), so that processes start once for a
     logits       file with the ids of a prompt and what their logits should be; without it the reference model is asked,
                  about three prompts and what is generated after them
     adapter      folder of a LoRA adapter; `merged` is then the folder that the reference model is made from
+    later        folder of the same model with twice the weight of each gate; the running engine then gets that too, and answers
+                 once more (all weights cannot be loaded again on the CPU, where vLLM packs those of its layers and empties them)
 
 Prints one line of JSON, for each job the largest difference of a log-probability and what ran on this rank.
 """
@@ -30,6 +32,7 @@ from tiers.compiled.options import compiled
 from tiers.reference.load import load_model
 from tiers.reference.testing.tiny import random_ids
 from tiers.vllm_model.dispatch import COUNTS
+from tiers.vllm_model.gate import KnowledgeGate
 from tiers.vllm_model.testing import keep_heap, run, worst_error
 
 DEFAULTS = {
@@ -62,6 +65,8 @@ def main() -> None:
         COUNTS.clear()
         engine = LLM(model=job["folder"], **{**DEFAULTS, **parallel, **job["options"]})
         error = worst(engine, job)
+        if "later" in job:
+            error = max(error, with_other_gates(engine, job["later"]))
         results.append({"error": error, "counts": {" ".join(key): calls for key, calls in COUNTS.items()}})
         engine.llm_engine.engine_core.shutdown()
         del engine
@@ -82,6 +87,20 @@ def worst(engine: LLM, job: dict[str, Any]) -> float:
     request = LoRARequest("adapter", 1, job["adapter"]) if "adapter" in job else None
     outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=request)
     return worst_error(outputs, load_model(Path(job.get("merged", job["folder"]))))
+
+
+def with_other_gates(engine: LLM, folder: str) -> float:
+    """`worst` with gates that have changed since they were folded, as `load_weights` leaves them."""
+
+    def change(model: torch.nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, KnowledgeGate):
+                module.proj.weight.data.mul_(2)
+                module.prove()
+
+    engine.apply_model(change)
+    engine.reset_prefix_cache()
+    return worst(engine, {"folder": folder})
 
 
 def against_logits(engine: LLM, file: Path) -> float:

@@ -84,6 +84,10 @@ def on_two_ranks(serve_jobs: Serve, tmp_path_factory: pytest.TempPathFactory) ->
         job(root / str(i), config, COMPILING, **EAGER, **options)
         for i, (config, options) in enumerate(TWO_RANKS.values())
     ]
+    # What is folded has to follow the weights.
+    config = TWO_RANKS["rope and gates"][0]
+    weights = {n: w * 2 if n.endswith(".gate.proj.weight") else w for n, w in tiny_model(config).state_dict().items()}
+    jobs[list(TWO_RANKS).index("rope and gates")]["later"] = str(save_model(root / "later", config, weights))
     return dict(zip(TWO_RANKS, serve_jobs(jobs, ranks=2), strict=True))
 
 
