@@ -61,20 +61,17 @@ def first_size_varies(*tensors: Tensor, ones: bool = True) -> list[Tensor]:
         ones: a first size may be 1. Where none is, the compiler is told that, and can do more: torch 2.11 does not know how
             to reshape a product of matrices both of whose sizes are unknown.
     """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        for tensor in tensors:
-            if len(tensor) > 1:
-                torch._dynamo.mark_dynamic(tensor, 0)
-            torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))
-        return list(tensors)
+    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     # Marks are attributes, and what these mean other compiled code might not be able to do: it does not see them on tensors
     # that are new. Views would not do, since dynamo compiles for the sizes of what they are views of.
-    new = [tensor.data for tensor in tensors]
-    mark = torch._dynamo.decorators.mark_unbacked if ones else torch._dynamo.mark_dynamic
-    for tensor in new:
-        mark(tensor, 0)
+    marked = list(tensors) if gradients else [tensor.data for tensor in tensors]
+    for tensor in marked:
+        if ones and not gradients:
+            torch._dynamo.decorators.mark_unbacked(tensor, 0)
+        elif len(tensor) > 1:
+            torch._dynamo.mark_dynamic(tensor, 0)
         torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))
-    return new
+    return marked
 
 
 def _why_eager() -> str:

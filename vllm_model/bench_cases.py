@@ -18,7 +18,7 @@ from tiers.reference.config import Attention, Dense, Gate, Layer, ModelConfig, S
 from tiers.reference.heads import HeadLayout
 from tiers.reference.ops import attention as reference
 from tiers.reference.ops.knowledge_bank import knowledge_bank
-from tiers.reference.ops.knowledge_gate import fold, knowledge_gate
+from tiers.reference.ops.knowledge_gate import beside, knowledge_gate
 from tiers.reference.ops.paged_attention import Batch
 from tiers.reference.positions import T5, NoPosition, Position, Rope
 from tiers.reference.testing.inputs import position_options
@@ -330,7 +330,7 @@ class GateCase:
         bank, mix = dispatch.function("knowledge_bank", tier), dispatch.function("knowledge_gate", tier)
         if self.gate.source == "bank" and tier is not Tier.REFERENCE:  # as it is served
             keys, values = inputs.knowledge
-            inputs = replace(inputs, knowledge=[keys, torch.cat((values, fold(values, inputs.weight_M2M)), dim=1)])
+            inputs = replace(inputs, knowledge=[keys, beside(values, inputs.weight_M2M)])
         return partial(self._apply, bank, mix, inputs)
 
     def _apply(self, bank: Callable[..., Tensor], mix: Callable[..., Tensor], inputs: GateInputs) -> Tensor:

@@ -226,15 +226,15 @@ def gate_rows(
     call = dispatch.function("knowledge_gate", Tier.REFERENCE)
     exact = call(
         hidden.to(precise), knowledge.to(precise), weight.to(precise), None if bias is None else bias.to(precise), mode
-    )
+    ).cpu()
     function = dispatch.function("knowledge_gate", tier)
     given = (hidden, knowledge, weight, bias, mode)
     noisy = call(*given).cpu()
     row = Row("operator", number, "gate", tier.value, "knowledge_gate")
-    yield _guarded(row, lambda: function(*given), exact.cpu(), noisy, None)
+    yield _guarded(row, lambda: function(*given), exact, noisy, None)
     if tier is not Tier.REFERENCE:
         row = Row("operator", number, "gate", tier.value, "knowledge_gate, folded")
-        yield _guarded(row, lambda: function(*given, fold(knowledge, weight)), exact.cpu(), noisy, None)
+        yield _guarded(row, lambda: function(*given, fold(knowledge, weight)), exact, noisy, None)
 
 
 def moe_rows(

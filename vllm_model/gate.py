@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_l
 
 from tiers.reference import config as c
 from tiers.reference.errors import ServingError
-from tiers.reference.ops.knowledge_gate import combine, fold
+from tiers.reference.ops.knowledge_gate import beside, combine, fold
 from tiers.vllm_model import compat, dispatch, metrics, shadow
 from tiers.vllm_model.dispatch import Choice
 from tiers.vllm_model.plan import Tier
@@ -219,7 +219,7 @@ class KnowledgeGate(nn.Module):
             for part, rows in zip(self.folded_table.weight.split(_ROWS), self.table.weight.split(_ROWS), strict=True):
                 part.copy_(fold(rows, weight))
         else:
-            self.folded_values.copy_(torch.cat((self.bank_values, fold(self.bank_values, weight)), dim=1))
+            self.folded_values.copy_(beside(self.bank_values, weight))
         self.served.folded = True
 
     def prove(self) -> None:

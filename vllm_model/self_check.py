@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tiers.reference.config import TopK, Window
 from tiers.reference.ops.attention import Pattern
-from tiers.reference.ops.knowledge_gate import fold
+from tiers.reference.ops.knowledge_gate import beside
 from tiers.reference.ops.paged_attention import Batch, paged_attention
 
 # Largest difference that rounding explains, relative to the largest value. Float32: sums in another order.
@@ -93,8 +93,7 @@ def folding(function: Callable[..., Tensor], weight_M2M: Tensor) -> Callable[...
 
     def folded(hidden_TM: Tensor, knowledge_TM: Tensor, *rest: Any) -> Tensor:
         # Halves of a wider tensor, as from a bank.
-        both_T2M = torch.cat((knowledge_TM, fold(knowledge_TM, weight_M2M)), dim=1)
-        knowledge_TM, folded_TM = both_T2M.chunk(2, dim=1)
+        knowledge_TM, folded_TM = beside(knowledge_TM, weight_M2M).chunk(2, dim=1)
         return function(hidden_TM, knowledge_TM, *rest, folded_TM)
 
     return folded

@@ -49,6 +49,11 @@ def fold(vectors_NM: Tensor, weight_M2M: Tensor) -> Tensor:
     return vectors_NM @ weight_M2M[:, weight_M2M.shape[0] :].T
 
 
+def beside(vectors_NM: Tensor, weight_M2M: Tensor) -> Tensor:
+    """[N, 2 M] knowledge vectors, and what `fold` makes of them, as values of a bank that looks up both."""
+    return torch.cat((vectors_NM, fold(vectors_NM, weight_M2M)), dim=1)
+
+
 def check(
     hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, mode: str, folded_TM: Tensor | None = None
 ) -> None:

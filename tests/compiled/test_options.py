@@ -68,6 +68,16 @@ def test_sizes_that_are_equal_at_first_may_differ_later() -> None:
     assert graphs() - before == 1
 
 
+def test_a_size_may_be_one_where_sizes_are_said_not_to_be() -> None:
+    # As of a cache of a single block beside a prompt: compiled for apart, but not refused.
+    def added(x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() + y
+
+    for first, second in ((3, 1), (5, 1), (4, 2)):
+        x, y = torch.randn(first, 3), torch.randn(second, 3)
+        assert compiled(added, "ones")(*first_size_varies(x, y, ones=False)).shape == (second, 3)
+
+
 def test_kinds_tell_apart_what_needs_code_of_its_own() -> None:
     x = torch.zeros(2)
     found = [kinds(x), kinds(x, None), kinds(x.half()), kinds(x.clone().requires_grad_())]

@@ -73,13 +73,18 @@ def tensors() -> dict[str, Tensor]:
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-def step(served: GateTier, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """A step of a layer with a bank, through the operators that vLLM's graph holds."""
+def named(served: GateTier, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The name of a layer, by which the operators that vLLM's graph holds find the gate."""
     from vllm.utils.torch_utils import _encode_layer_name
 
     context = types.SimpleNamespace(no_compile_layers={"layers.7.gate": served})
     monkeypatch.setattr(gate, "get_forward_context", lambda: context)
-    layer = _encode_layer_name("layers.7.gate")
+    return _encode_layer_name("layers.7.gate")
+
+
+def step(served: GateTier, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """A step of a layer with a bank."""
+    layer = named(served, monkeypatch)
     hidden = tensors["hidden"]
     knowledge = torch.ops.tiers.knowledge_bank(hidden, tensors["keys"], tensors["values"], 0.2, layer)
     return torch.ops.tiers.knowledge_gate(hidden, knowledge, None, tensors["weight"], None, "mix", layer)
@@ -87,15 +92,9 @@ def step(served: GateTier, tensors: dict[str, Tensor], monkeypatch: pytest.Monke
 
 def looked_up(served: GateTier, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """A step of a layer with a table whose products are known."""
-    from vllm.utils.torch_utils import _encode_layer_name
-
-    context = types.SimpleNamespace(no_compile_layers={"layers.7.gate": served})
-    monkeypatch.setattr(gate, "get_forward_context", lambda: context)
-    folded = fold(tensors["knowledge"], tensors["weight"])
-    layer = _encode_layer_name("layers.7.gate")
-    return torch.ops.tiers.knowledge_gate(
-        tensors["hidden"], tensors["knowledge"], folded, tensors["weight"], None, "mix", layer
-    )
+    layer = named(served, monkeypatch)
+    hidden, knowledge, weight = tensors["hidden"], tensors["knowledge"], tensors["weight"]
+    return torch.ops.tiers.knowledge_gate(hidden, knowledge, fold(knowledge, weight), weight, None, "mix", layer)
 
 
 def expect(tensors: dict[str, Tensor]) -> Tensor:

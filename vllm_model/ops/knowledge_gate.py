@@ -26,6 +26,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tiers.vllm_model.ops.topk_kernels import early_launch
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("linear", "sigmoid", "mix")
 
@@ -135,13 +137,9 @@ def _forward(
 
 
 def _few(
-    hidden_TM: Tensor,
-    knowledge_TM: Tensor,
-    weight_M2M: Tensor,
-    bias_M: Tensor | None,
-    folded_TM: Tensor | None,
+    hidden_TM: Tensor, knowledge_TM: Tensor, weight_M2M: Tensor, bias_M: Tensor | None, folded_TM: Tensor | None,
     mode: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     tokens, width = hidden_TM.shape
     out_TM = _empty(tokens, width, hidden_TM)
     if not out_TM.numel():
@@ -153,7 +151,8 @@ def _few(
     # A part of fewer than 8 steps would spend most of its time on waiting for the first.
     parts = max(1, min(PROGRAMS // (grid[0] * grid[1]), triton.cdiv(width, options["BLOCK_K"]) // 8))
     partial_PTM = torch.empty((parts, tokens, width), dtype=torch.float32, device=hidden_TM.device)
-    hopper = _is_hopper(hidden_TM.device)
+    # What launches early reads tiles too.
+    hopper = early_launch(hidden_TM.device)["PDL"]
     read = (hidden_TM, knowledge_TM, weight_M2M)
     # A tile that begins in W_h must not end in W_e. The interpreter has no trouble with tiles.
     tiles = blocks.tiles and not width % options["BLOCK_K"] and all(_suits_tiles(x) for x in read)
@@ -170,11 +169,6 @@ def _few(
     )  # fmt: skip
     _finish(hidden_TM, knowledge_TM, partial_PTM, bias_M, folded_TM, out_TM, mode, FEW_ELEMENTS, hopper)
     return out_TM
-
-
-def _is_hopper(device: torch.device) -> bool:
-    """Or newer: kernels can start early, and tiles be read as such."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _suits_tiles(x: Tensor) -> bool:
